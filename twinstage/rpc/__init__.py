@@ -1,0 +1,1 @@
+"""gRPC at the edge: conversion between protos and domain types, status mapping, servers and clients."""

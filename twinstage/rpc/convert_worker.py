@@ -1,0 +1,258 @@
+"""Conversion between domain types and the messages of `twinstage.worker.v1`.
+
+One pair of functions per type, `x_to_proto` and `x_from_proto`. Router and workers trust each other's values but not
+each other's version: enumerations that are unknown here raise ValueError.
+"""
+
+from __future__ import annotations
+
+from twinstage.types import (
+    Finish,
+    FinishReason,
+    KvEndpoint,
+    KvGrant,
+    ModelDescription,
+    ProducedToken,
+    RequestId,
+    Role,
+    SamplingParameters,
+    SequenceSpec,
+    Task,
+    TokenAlternative,
+    TokenChunk,
+    TokenLogprobs,
+    WorkerDescription,
+    WorkerId,
+    WorkerLoad,
+)
+from twinstage.worker.v1 import worker_pb2
+
+_ROLE_TO_PROTO = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
+_ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
+_TASK_TO_PROTO = {Task.GENERATE: worker_pb2.TASK_GENERATE, Task.EMBED: worker_pb2.TASK_EMBED}
+_TASK_FROM_PROTO = {value: key for key, value in _TASK_TO_PROTO.items()}
+_CAUSE_TO_PROTO = {
+    FinishReason.STOP: worker_pb2.STOP_CAUSE_TOKEN,
+    FinishReason.LENGTH: worker_pb2.STOP_CAUSE_LENGTH,
+    FinishReason.CONTEXT_LIMIT: worker_pb2.STOP_CAUSE_CONTEXT_LIMIT,
+}
+_CAUSE_FROM_PROTO = {value: key for key, value in _CAUSE_TO_PROTO.items()}
+
+
+def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
+    sampling = spec.sampling
+    return worker_pb2.SequenceSpec(
+        request_id=spec.request_id,
+        prompt_token_ids=spec.prompt_token_ids,
+        resumed_token_ids=spec.resumed_token_ids,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        choice_index=sampling.choice_index,
+        logit_bias=dict(sampling.logit_bias),
+        max_tokens=spec.max_tokens,
+        min_tokens=spec.min_tokens,
+        stop_token_ids=sorted(spec.stop_token_ids),
+        logprobs=spec.logprobs,
+        priority=spec.priority,
+    )
+
+
+def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId(message.request_id),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        resumed_token_ids=tuple(message.resumed_token_ids),
+        sampling=SamplingParameters(
+            temperature=message.temperature,
+            top_p=message.top_p,
+            top_k=message.top_k,
+            min_p=message.min_p,
+            repetition_penalty=message.repetition_penalty,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            seed=message.seed,
+            choice_index=message.choice_index,
+            logit_bias=dict(message.logit_bias),
+        ),
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        priority=message.priority,
+    )
+
+
+def kv_grant_to_proto(grant: KvGrant) -> worker_pb2.KvGrant:
+    return worker_pb2.KvGrant(
+        worker_id=grant.worker_id,
+        epoch=grant.epoch,
+        transfer_id=grant.transfer_id,
+        generation=grant.generation,
+        token=grant.token,
+        block_ids=grant.block_ids,
+        layout_fingerprint=grant.layout_fingerprint,
+        endpoints=[
+            worker_pb2.KvEndpoint(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
+            for endpoint in grant.endpoints
+        ],
+        lease_ms=round(grant.lease_s * 1000),
+    )
+
+
+def kv_grant_from_proto(message: worker_pb2.KvGrant) -> KvGrant:
+    return KvGrant(
+        worker_id=WorkerId(message.worker_id),
+        epoch=message.epoch,
+        transfer_id=message.transfer_id,
+        generation=message.generation,
+        token=message.token,
+        block_ids=tuple(message.block_ids),
+        layout_fingerprint=message.layout_fingerprint,
+        endpoints=tuple(
+            KvEndpoint(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
+            for endpoint in message.endpoints
+        ),
+        lease_s=message.lease_ms / 1000,
+    )
+
+
+def _token_to_proto(token: ProducedToken) -> worker_pb2.Token:
+    if token.logprobs is None:
+        return worker_pb2.Token(id=token.token_id)
+    return worker_pb2.Token(
+        id=token.token_id,
+        logprob=token.logprobs.logprob,
+        rank=token.logprobs.rank,
+        top_ids=[alternative.token_id for alternative in token.logprobs.top],
+        top_logprobs=[alternative.logprob for alternative in token.logprobs.top],
+    )
+
+
+def _token_from_proto(message: worker_pb2.Token) -> ProducedToken:
+    if not message.HasField("logprob"):
+        return ProducedToken(token_id=message.id)
+    top = tuple(
+        TokenAlternative(token_id, logprob)
+        for token_id, logprob in zip(message.top_ids, message.top_logprobs, strict=True)
+    )
+    return ProducedToken(
+        token_id=message.id,
+        logprobs=TokenLogprobs(logprob=message.logprob, rank=message.rank, top=top),
+    )
+
+
+def token_chunk_to_proto(chunk: TokenChunk) -> worker_pb2.Chunk:
+    message = worker_pb2.Chunk(request_id=chunk.request_id, tokens=[_token_to_proto(token) for token in chunk.tokens])
+    if chunk.finish is not None:
+        message.stop_cause = _CAUSE_TO_PROTO[chunk.finish.reason]
+        if chunk.finish.matched_token_id is not None:
+            message.matched_token_id = chunk.finish.matched_token_id
+    return message
+
+
+def token_chunk_from_proto(message: worker_pb2.Chunk) -> TokenChunk:
+    finish = None
+    if message.stop_cause != worker_pb2.STOP_CAUSE_UNSPECIFIED:
+        if message.stop_cause not in _CAUSE_FROM_PROTO:
+            raise ValueError(f"unknown stop cause {message.stop_cause}")
+        finish = Finish(
+            reason=_CAUSE_FROM_PROTO[message.stop_cause],
+            matched_token_id=message.matched_token_id if message.HasField("matched_token_id") else None,
+        )
+    return TokenChunk(
+        request_id=RequestId(message.request_id),
+        tokens=tuple(_token_from_proto(token) for token in message.tokens),
+        finish=finish,
+    )
+
+
+def model_description_to_proto(model: ModelDescription) -> worker_pb2.ModelInfo:
+    return worker_pb2.ModelInfo(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        task=_TASK_TO_PROTO[model.task],
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        embedding_dimensions=model.embedding_dimensions,
+    )
+
+
+def model_description_from_proto(message: worker_pb2.ModelInfo) -> ModelDescription:
+    if message.task not in _TASK_FROM_PROTO:
+        raise ValueError(f"unknown task {message.task}")
+    return ModelDescription(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        task=_TASK_FROM_PROTO[message.task],
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        embedding_dimensions=message.embedding_dimensions,
+    )
+
+
+def worker_description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
+    return worker_pb2.DescribeResponse(
+        protocol_version=description.protocol_version,
+        worker_id=description.worker_id,
+        epoch=description.epoch,
+        role=_ROLE_TO_PROTO[description.role],
+        model=model_description_to_proto(description.model),
+        kv_layout_fingerprint=description.kv_layout_fingerprint,
+        total_kv_blocks=description.total_kv_blocks,
+        kv_block_size=description.kv_block_size,
+        kv_block_bytes=description.kv_block_bytes,
+        max_num_sequences=description.max_num_sequences,
+        transports=description.transports,
+    )
+
+
+def worker_description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescription:
+    if message.role not in _ROLE_FROM_PROTO:
+        raise ValueError(f"unknown role {message.role}")
+    return WorkerDescription(
+        protocol_version=message.protocol_version,
+        worker_id=WorkerId(message.worker_id),
+        epoch=message.epoch,
+        role=_ROLE_FROM_PROTO[message.role],
+        model=model_description_from_proto(message.model),
+        kv_layout_fingerprint=message.kv_layout_fingerprint,
+        total_kv_blocks=message.total_kv_blocks,
+        kv_block_size=message.kv_block_size,
+        kv_block_bytes=message.kv_block_bytes,
+        max_num_sequences=message.max_num_sequences,
+        transports=tuple(message.transports),
+    )
+
+
+def worker_load_to_proto(load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
+    return worker_pb2.WatchLoadResponse(
+        free_kv_blocks=load.free_kv_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        finished=load.finished,
+        kv_bytes_received=load.kv_bytes_received,
+        draining=load.draining,
+    )
+
+
+def worker_load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
+    return WorkerLoad(
+        free_kv_blocks=message.free_kv_blocks,
+        running=message.running,
+        waiting=message.waiting,
+        waiting_tokens=message.waiting_tokens,
+        finished=message.finished,
+        kv_bytes_received=message.kv_bytes_received,
+        draining=message.draining,
+    )

@@ -1,0 +1,1 @@
+"""Logging, and what else tells an operator how a process fares."""
