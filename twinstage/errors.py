@@ -11,7 +11,8 @@
     ├── Unavailable                nobody can serve this now
     │   ├── NoWorker               no worker for the model is ready
     │   ├── Draining               the worker or the router takes nothing new
-    │   └── WorkerLost             a worker went away
+    │   ├── WorkerLost             a worker went away
+    │   └── ComputeFailed          the model failed while computing this request
     ├── StreamBroken               lost after tokens had been sent
     ├── DeadlineExceeded           the time is up
     ├── Cancelled                  the caller went away, or an operator ended the request
@@ -139,6 +140,12 @@ class WorkerLost(Unavailable):
     """A worker went away."""
 
     reason = "WORKER_LOST"
+
+
+class ComputeFailed(Unavailable):
+    """The model failed while computing this request; another worker may succeed."""
+
+    reason = "COMPUTE_FAILED"
 
 
 class StreamBroken(TwinstageError):

@@ -1,0 +1,43 @@
+"""Clusters that several test modules share.
+
+A session's fixtures live once in each xdist process; modules that share a cluster carry the same xdist_group, so that
+the cluster is started once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import ProcessCluster
+from tiny_models import make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny random Llama, complete with tokenizer and chat template."""
+    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_tiny_llama(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """Router, two prefill and three decode workers on the tiny model."""
+    with ProcessCluster(tmp_path_factory.mktemp("tiny-cluster")) as cluster:
+        cluster.start_workers(str(tiny_model), prefill=2, decode=3, flags=("--kv-cache-bytes", "8MiB"))
+        cluster.start_router()
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """Router, one prefill and one decode worker on the demo model, over shared memory, and an embedding worker."""
+    with ProcessCluster(tmp_path_factory.mktemp("demo-cluster")) as cluster:
+        embedding = cluster.launch_worker("prefill", "demo-embedding")
+        cluster.start_workers("demo", flags=("--kv-cache-bytes", "512MiB"))
+        cluster.wait_ready(embedding)
+        cluster.start_router()
+        yield cluster

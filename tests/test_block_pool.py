@@ -1,0 +1,256 @@
+"""The block pool: ownership, generations, all-or-nothing, and the same under threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHandle
+from twinstage.kv.block_pool import FREE_GENERATION, BlockPool, BlockTable
+
+
+def test_blocks_are_owned_until_released() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(3, owner="a")
+    assert len(table) == 3
+    assert len(set(table.block_ids)) == 3
+    assert pool.num_free == 1
+    assert pool.owners() == {"a": 3}
+    pool.check_integrity()
+    table.release()
+    assert pool.num_free == 4
+    assert table.block_ids == ()
+    pool.check_integrity()
+
+
+def test_releasing_twice_frees_once() -> None:
+    pool = BlockPool(2)
+    first = pool.allocate(2, owner="a")
+    first.release()
+    second = pool.allocate(2, owner="b")
+    first.release()
+    assert pool.num_free == 0
+    assert len(second) == 2
+    pool.check_integrity()
+
+
+def test_leaving_the_scope_releases() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(RuntimeError), pool.allocate(2, owner="a"):
+        raise RuntimeError
+    assert pool.num_free == 2
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(2, owner="a")
+    with pytest.raises(KvExhausted, match="3 KV blocks wanted, 2 of 4 are free"):
+        pool.allocate(3, owner="b")
+    before = table.block_ids
+    with pytest.raises(KvExhausted):
+        table.grow(3)
+    assert table.block_ids == before
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_keep_free_is_left_for_others() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(KvExhausted):
+        pool.allocate(3, owner="a", keep_free=2)
+    table = pool.allocate(2, owner="a", keep_free=2)
+    with pytest.raises(KvExhausted):
+        table.grow(1, keep_free=2)
+    table.grow(1, keep_free=1)
+    assert pool.num_free == 1
+
+
+def test_grown_blocks_keep_order_and_generation() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(1, owner="a")
+    pool.allocate(1, owner="b")
+    before = table.block_ids
+    table.grow(2)
+    assert table.block_ids[:1] == before
+    assert {pool.generation_of(block_id) for block_id in table.block_ids} == {table.generation}
+    pool.check_integrity()
+
+
+def test_a_released_block_answers_another_generation() -> None:
+    pool = BlockPool(1)
+    first = pool.allocate(1, owner="a")
+    (block_id,) = first.block_ids
+    generation = first.generation
+    assert pool.generation_of(block_id) == generation
+    first.release()
+    assert pool.generation_of(block_id) == FREE_GENERATION
+    second = pool.allocate(1, owner="b")
+    assert second.block_ids == (block_id,)
+    assert pool.generation_of(block_id) not in (generation, FREE_GENERATION)
+
+
+def test_unknown_blocks_have_no_generation() -> None:
+    pool = BlockPool(2)
+    for block_id in (-1, 2):
+        with pytest.raises(StaleHandle):
+            pool.generation_of(block_id)
+
+
+def test_taking_over_moves_the_victims_blocks() -> None:
+    pool = BlockPool(4)
+    table, victim = pool.allocate(1, owner="a"), pool.allocate(3, owner="b")
+    table.take_over(victim, 2)
+    assert len(table) == 3
+    assert len(victim) == 0
+    assert pool.num_free == 1
+    assert {pool.generation_of(block_id) for block_id in table.block_ids} == {table.generation}
+    pool.check_integrity()
+
+
+def test_a_take_over_that_is_not_enough_releases_the_victim_and_tells() -> None:
+    pool = BlockPool(4)
+    told: list[int] = []
+    table, victim = pool.allocate(1, owner="a"), pool.allocate(1, owner="b")
+    pool.allocate(2, owner="c")
+    pool.add_free_listener(lambda: told.append(pool.num_free))
+    with pytest.raises(KvExhausted):
+        table.take_over(victim, 2)
+    assert (len(table), len(victim), pool.num_free) == (1, 0, 1)
+    assert told == [1]
+    pool.check_integrity()
+
+
+def test_a_released_table_cannot_grow() -> None:
+    pool = BlockPool(2)
+    table = pool.allocate(1, owner="a")
+    table.release()
+    with pytest.raises(IntegrityError):
+        table.grow(1)
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        BlockPool(0)
+
+
+def test_listeners_hear_of_freed_blocks_outside_the_lock() -> None:
+    pool = BlockPool(2)
+    told: list[int] = []
+    pool.add_free_listener(lambda: told.append(len(pool.allocate(1, owner="listener"))))  # would deadlock inside
+    pool.allocate(0, owner="empty").release()
+    assert told == []
+    pool.allocate(2, owner="a").release()
+    assert told == [1]
+
+
+def test_broken_books_are_noticed() -> None:
+    pool = BlockPool(3)
+    table = pool.allocate(1, owner="a")
+    pool._free.append(table.block_ids[0])
+    with pytest.raises(IntegrityError, match="held by"):
+        pool.check_integrity()
+    pool._free.pop()
+    lost = pool._free.pop()
+    with pytest.raises(IntegrityError, match=f"nobody holds blocks \\[{lost}\\]"):
+        pool.check_integrity()
+    pool._free.append(lost)
+    pool._generations[table.block_ids[0]] += 1
+    with pytest.raises(IntegrityError, match="generation"):
+        pool.check_integrity()
+
+
+def test_many_threads_never_share_a_block() -> None:
+    pool = BlockPool(32)
+    holders: list[str | None] = [None] * 32
+    ready = threading.Barrier(4)
+
+    def churn(name: str) -> int:
+        random = Random(name)
+        ready.wait(timeout=10)
+        exhausted = 0
+        for _ in range(300):
+            try:
+                table = pool.allocate(random.randint(0, 12), owner=name)
+            except KvExhausted:
+                exhausted += 1
+                continue
+            with table:
+                try:
+                    table.grow(random.randint(0, 6))
+                except KvExhausted:
+                    exhausted += 1
+                for block_id in table.block_ids:
+                    assert holders[block_id] is None
+                    holders[block_id] = name
+                for block_id in table.block_ids:
+                    assert holders[block_id] == name
+                    assert pool.generation_of(block_id) == table.generation
+                    holders[block_id] = None
+        return exhausted
+
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(churn, "abcd"))
+    pool.check_integrity()
+    assert pool.num_free == 32
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random use of a pool of 12 blocks, compared with a plain count."""
+
+    tables = Bundle("tables")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(12)
+        self.live: dict[int, BlockTable] = {}
+        self.generations: set[int] = set()
+
+    def held(self) -> int:
+        return sum(len(table) for table in self.live.values())
+
+    @rule(target=tables, count=st.integers(0, 6), keep_free=st.integers(0, 3))
+    def allocate(self, count: int, keep_free: int) -> BlockTable | None:
+        if self.held() + count + keep_free > 12:
+            with pytest.raises(KvExhausted):
+                self.pool.allocate(count, owner="x", keep_free=keep_free)
+            return None
+        table = self.pool.allocate(count, owner="x", keep_free=keep_free)
+        assert table.generation not in self.generations
+        self.generations.add(table.generation)
+        self.live[id(table)] = table
+        return table
+
+    @rule(table=tables, count=st.integers(0, 4))
+    def grow(self, table: BlockTable | None, count: int) -> None:
+        if table is None or id(table) not in self.live:
+            return
+        before = table.block_ids
+        if self.held() + count > 12:
+            with pytest.raises(KvExhausted):
+                table.grow(count)
+            assert table.block_ids == before
+        else:
+            table.grow(count)
+            assert table.block_ids[: len(before)] == before
+            assert len(table) == len(before) + count
+
+    @rule(table=consumes(tables))
+    def release(self, table: BlockTable | None) -> None:
+        if table is not None:
+            table.release()
+            self.live.pop(id(table), None)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_free == 12 - self.held()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,105 @@
+"""Which prompts are computed in a step. Torch-free.
+
+    waiting ──admit: all blocks of the known tokens──> prefilling ──last chunk──> (left to the core)
+
+A sequence gets all blocks of its prompt at once, so two half-computed prompts can never wait for each other. Admission
+is strictly by rank: nobody overtakes a sequence that waits for blocks, so none waits forever.
+
+Chunks end at fixed places, multiples of the chunk size, whatever else is in the step: a chunk is taken whole or not at
+all. What a prompt is computed with then does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from twinstage.engine.plan import ScheduledChunk
+from twinstage.engine.sequence import Sequence
+from twinstage.errors import KvExhausted
+from twinstage.kv.block_pool import BlockPool
+from twinstage.kv.layout import blocks_for
+
+by_rank = attrgetter("rank")
+
+
+class PrefillScheduler:
+    """The sequences that wait for their prompt (for a preempted one: all its tokens) to be computed."""
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, chunk_size: int, max_num_sequences: int, decodes_here: bool
+    ) -> None:
+        self._pool = pool
+        self._decodes_here = decodes_here
+        self._block_size = block_size
+        self._chunk_size = chunk_size  # tokens, also the most prompt tokens of a step
+        self._max_num_sequences = max_num_sequences
+        self.waiting: list[Sequence] = []  # by rank; without blocks
+        self.prefilling: list[Sequence] = []  # by rank; with blocks for all known tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return sum(sequence.num_uncomputed_tokens for sequence in (*self.waiting, *self.prefilling))
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that the next sequence to be admitted needs; 0 when none waits."""
+        return self._blocks_of(self.waiting[0]) if self.waiting else 0
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=by_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; its blocks are the caller's business."""
+        for sequences in (self.waiting, self.prefilling):
+            if sequence in sequences:
+                sequences.remove(sequence)
+
+    def can_ever_fit(self, sequence: Sequence) -> bool:
+        """Whether the whole pool is large enough for its known tokens."""
+        return self._blocks_of(sequence) <= self._pool.num_blocks
+
+    def admit(self, *, decoding: list[Sequence]) -> None:
+        """Give blocks to waiting sequences, in order, as long as there is room for them.
+
+        `decoding` are the sequences, by rank, with which they share the batch. Where sequences go on to decode, one
+        free block for each is left to grow into, so that a newcomer is not the next to be preempted.
+        """
+        while self.waiting:
+            sequence = self.waiting[0]
+            ahead = sum(bisect_left(others, sequence.rank, key=by_rank) for others in (self.prefilling, decoding))
+            if ahead >= self._max_num_sequences:
+                return
+            growing = len(self.prefilling) + len(decoding) if self._decodes_here else 0
+            try:
+                sequence.table.grow(self._blocks_of(sequence), keep_free=growing)
+            except KvExhausted:
+                return
+            self.waiting.pop(0)
+            insort(self.prefilling, sequence, key=by_rank)
+
+    def schedule(self, *, max_chunks: int) -> list[ScheduledChunk]:
+        """The next chunks, at most `max_chunks` of them and at most `chunk_size` tokens together."""
+        chunks: list[ScheduledChunk] = []
+        tokens_left = self._chunk_size
+        for sequence in self.prefilling:
+            if len(chunks) == max_chunks:
+                break
+            length = min(sequence.num_uncomputed_tokens, self._chunk_size)
+            if length > tokens_left:
+                continue  # a later, shorter one may fit; this one is considered first again in the next step
+            tokens_left -= length
+            start = sequence.num_computed_tokens
+            chunks.append(
+                ScheduledChunk(
+                    sequence=sequence, start=start, length=length, samples=start + length == sequence.num_tokens
+                )
+            )
+        return chunks
+
+    def _blocks_of(self, sequence: Sequence) -> int:
+        return blocks_for(sequence.num_tokens, block_size=self._block_size)
