@@ -1,0 +1,267 @@
+"""The outermost handler of every call: whatever a service raises becomes a status, and nothing else gets out.
+
+    TwinstageError                      the status of rpc/status.py
+    any other exception                 INTERNAL with the request's id; the traceback goes to the log
+    CancelledError, client gone         a cancellation; there is nobody to tell
+    CancelledError, client waiting      UNAVAILABLE (grpc.aio would leave the client waiting for its deadline)
+    a request that cannot be decoded    INVALID_ARGUMENT (grpc.aio would answer UNKNOWN with the exception's text)
+
+It also gives each call a request id, which `current_request_id()` answers anywhere below the handler, and which is
+bound to the log: the request's own `request_id` field, else the metadata key `x-request-id`, else a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import grpc
+import structlog
+
+from twinstage.errors import FieldViolation, InternalError, InvalidRequest, TwinstageError, Unavailable, Unimplemented
+from twinstage.rpc.status import code_of, error_to_status
+from twinstage.telemetry.log import get_logger
+
+REQUEST_ID_METADATA_KEY = "x-request-id"
+MAX_REQUEST_ID_LENGTH = 128
+
+logger = get_logger(__name__)
+_request_id: ContextVar[str] = ContextVar("twinstage_request_id", default="")
+
+if TYPE_CHECKING:  # generic for the type checker only
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+    ServerInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    ServerInterceptor = grpc.aio.ServerInterceptor
+
+
+def current_request_id() -> str:
+    """The id of the request that the present task serves; empty outside of a call."""
+    return _request_id.get()
+
+
+class ErrorInterceptor(ServerInterceptor):
+    """The outermost interceptor of every server; `create_server` puts it there.
+
+    Handlers are coroutine functions or async generator functions. An async generator is closed before the status is
+    sent, on every path, so what it holds is freed when the client learns the outcome.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        try:
+            handler = await continuation(handler_call_details)
+        except Exception as error:  # an inner interceptor refused the call, or failed: an outermost boundary
+            return _refusing(error, handler_call_details.method)
+        # grpc.aio answers UNIMPLEMENTED by itself when nothing serves the method.
+        return handler if handler is None else _guarded(handler, handler_call_details.method)
+
+
+# --- wrapping -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a request message whose bytes are not one."""
+
+    description: str
+
+
+def _guarded(handler: Handler, method: str) -> Handler:
+    """A handler of the same kind around `handler`."""
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert behaviour is not None, f"{method} has no behaviour"
+    call = _Call(
+        method=method,
+        behaviour=behaviour,
+        request_streaming=handler.request_streaming,
+        serialize=handler.response_serializer or bytes,
+    )
+    return _make_handler(
+        call.answer_stream if handler.response_streaming else call.answer_once,
+        request_streaming=handler.request_streaming,
+        response_streaming=handler.response_streaming,
+        request_deserializer=_tolerant(handler.request_deserializer),
+        response_serializer=_once(handler.response_serializer),
+    )
+
+
+def _refusing(error: Exception, method: str) -> Handler:
+    """A handler that fails with `error`; on the wire it fits every kind of method."""
+
+    async def refuse(requests: object, context: Context) -> None:
+        raise error
+
+    call = _Call(method=method, behaviour=refuse, request_streaming=True, serialize=bytes)
+    return _make_handler(
+        call.answer_stream,
+        request_streaming=True,
+        response_streaming=True,
+        request_deserializer=None,
+        response_serializer=None,
+    )
+
+
+def _make_handler(
+    behaviour: Callable[[Any, Any], Awaitable[Any]],
+    *,
+    request_streaming: bool,
+    response_streaming: bool,
+    request_deserializer: Callable[[bytes], Any] | None,
+    response_serializer: Callable[[Any], bytes] | None,
+) -> Handler:
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[request_streaming, response_streaming]
+    return make(behaviour, request_deserializer, response_serializer)
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that returns `_Undecodable` where the other one raises: it runs outside of the handler."""
+    if deserialize is None:
+        return None
+
+    def try_to_deserialize(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except Exception as error:  # the protobuf runtime's own; a boundary to foreign bytes
+            logger.info("undecodable request", error=str(error))
+            return _Undecodable("is not a valid message of the method's request type")
+
+    return try_to_deserialize
+
+
+def _once(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
+    """A serializer that passes on what `_Call` has serialized, so that a wrong answer fails inside of it."""
+    if serialize is None:
+        return None
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Runs one method's behaviour and turns its failures into statuses."""
+
+    method: str
+    behaviour: Callable[[Any, Any], Any]
+    request_streaming: bool
+    serialize: Callable[[Any], bytes]
+
+    async def answer_once(self, request: Any, context: Context) -> bytes:
+        """Behaviour of a method with one response."""
+
+        async def answer() -> bytes:
+            return self.serialize(await self.behaviour(self._checked(request), context))
+
+        return cast(bytes, await self._run(answer, request, context))
+
+    async def answer_stream(self, request: Any, context: Context) -> None:
+        """Behaviour of a method with a stream of responses.
+
+        The responses are written here and not by grpc.aio, which does not close the generator of a call that ended.
+        """
+
+        async def answer() -> None:
+            responses = self.behaviour(self._checked(request), context)
+            if inspect.isawaitable(responses):
+                await responses
+                return
+            async with contextlib.AsyncExitStack() as stack:
+                if inspect.isasyncgen(responses):
+                    await stack.enter_async_context(contextlib.aclosing(responses))
+                async for response in responses:
+                    await context.write(self.serialize(response))
+
+        await self._run(answer, request, context)
+
+    def _checked(self, request: Any) -> Any:
+        """The request or the stream of requests; raises InvalidRequest for what could not be decoded."""
+        return _checked_stream(request) if self.request_streaming else _checked_message(request)
+
+    async def _run(self, answer: Callable[[], Awaitable[Any]], request: Any, context: Context) -> Any:
+        request_id = _choose_request_id(request, context)
+        _request_id.set(request_id)
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        try:
+            return await answer()
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            # Nobody here can tell whether the client has gone or something of ours was cancelled; the core can.
+            error = Unavailable("the server stopped working on the request; try again")
+            await self._abort(context, error, event="call cancelled", level=logging.WARNING)
+        except grpc.aio.InternalError:
+            # The core could not send: nearly always, because the client has gone.
+            await self._abort(context, InternalError("the answer could not be sent"), event="answer not sent")
+        except TwinstageError as error:
+            if code_of(error) is grpc.StatusCode.INTERNAL:
+                logger.error("call failed", method=self.method, exc_info=error)
+            await self._abort(context, error, event="call refused")
+        except NotImplementedError as error:
+            if context.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                await self._fail(context, error)
+            # The generated base class of a service raises it for methods that the service does not have.
+            await self._abort(context, Unimplemented(f"{self.method} is not implemented"), event="call refused")
+        except Exception as error:  # the outermost boundary: nothing that a handler raises may reach a client
+            await self._fail(context, error)
+
+    async def _fail(self, context: Context, error: Exception) -> NoReturn:
+        logger.error("call failed unexpectedly", method=self.method, exc_info=error)
+        await self._abort(context, error, event="call failed")
+
+    async def _abort(self, context: Context, error: Exception, *, event: str, level: int = logging.DEBUG) -> NoReturn:
+        """Send the status and raise grpc.aio.AbortError, or CancelledError when the client has gone meanwhile."""
+        status = error_to_status(error, current_request_id())
+        try:
+            await context.abort(status.code, status.message, status.trailing_metadata)
+        except grpc.aio.AbortError:
+            logger.log(level, event, method=self.method, code=status.code.name, message=status.message)
+            raise
+        except grpc.aio.BaseError:
+            logger.debug(event, method=self.method, client="gone")
+            raise asyncio.CancelledError from None
+
+
+def _checked_message(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise InvalidRequest([FieldViolation("", request.description)])
+    return request
+
+
+async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked_message(request)
+
+
+def _choose_request_id(request: Any, context: Context) -> str:
+    """The caller's id if it is one that may be logged and sent back, else a new one."""
+    candidates = [getattr(request, "request_id", "")]
+    candidates += [value for key, value in context.invocation_metadata() or () if key == REQUEST_ID_METADATA_KEY]
+    return next((candidate for candidate in candidates if is_request_id(candidate)), uuid.uuid4().hex)
+
+
+def is_request_id(candidate: object) -> bool:
+    """Whether this is 1 to 128 printable ASCII characters."""
+    return (
+        isinstance(candidate, str)
+        and 0 < len(candidate) <= MAX_REQUEST_ID_LENGTH
+        and candidate.isascii()
+        and candidate.isprintable()
+    )

@@ -1,0 +1,188 @@
+"""How every process of ours serves gRPC: the options, the listening address, and the end.
+
+    server = create_server()
+    add_...Servicer_to_server(..., server); health.attach(server); add_reflection(server, ...)
+    port = bind(server, address)
+    await server.start()
+    health.set("", serving=True)
+    await run_until_signalled(server, health, grace_s=30)
+
+The first SIGTERM or SIGINT drains: health turns NOT_SERVING for good, `on_drain` runs, and running calls may end within
+the grace period. The second one stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from twinstage.errors import ConfigError
+from twinstage.rpc.health import HealthService
+from twinstage.rpc.interceptors import ErrorInterceptor
+from twinstage.telemetry.log import get_logger
+
+if TYPE_CHECKING:
+    from twinstage.rpc.interceptors import ServerInterceptor
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_INTERVAL_S = 30.0
+KEEPALIVE_TIMEOUT_S = 10.0
+MIN_CLIENT_PING_INTERVAL_S = 10.0
+UNLIMITED = 0  # what the core's counters take for "no limit"
+
+logger = get_logger(__name__)
+
+DrainCallback = Callable[[], Awaitable[None]]
+
+
+def create_server(
+    interceptors: Sequence[ServerInterceptor] = (),
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    max_connection_age_s: float | None = None,
+    max_connection_age_grace_s: float = 3600.0,
+) -> grpc.aio.Server:
+    """A server that is not bound yet, with ErrorInterceptor outermost.
+
+    `max_connection_age_s` makes clients connect anew from time to time, so that load spreads over new replicas; calls
+    that still run `max_connection_age_grace_s` later are cut off. None keeps connections for ever, which the sessions
+    between routers and workers need.
+    """
+    outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor()]
+    options = _options(max_message_bytes)
+    if max_connection_age_s is not None:
+        options += [
+            ("grpc.max_connection_age_ms", _milliseconds(max_connection_age_s)),
+            ("grpc.max_connection_age_grace_ms", _milliseconds(max_connection_age_grace_s)),
+        ]
+    return grpc.aio.server(interceptors=[*outermost, *interceptors], options=options)
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Channel arguments of the core. gzip needs none: the core accepts it."""
+    return [
+        # Without it a second server on the same port would silently take half of the connections.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Find clients that went away without a word, so that their requests are cancelled.
+        ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_INTERVAL_S)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", UNLIMITED),
+        # Clients may do the same, also while they wait for a first token. Faster ones are told too_many_pings.
+        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(MIN_CLIENT_PING_INTERVAL_S)),
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Listen on `address` ("host:port"; port 0 takes a free one) and return the port.
+
+    Raises ConfigError that says why that is not possible and what to do.
+    """
+    host, port = _split(address)
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError:  # the core keeps the reason to itself
+        raise ConfigError(f"cannot listen on {address}: {_why_not(host, port)}") from None
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ConfigError(f"cannot listen on {address!r}: write it as host:port, as in 0.0.0.0:50051 or [::]:50051")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _why_not(host: str, port: int) -> str:
+    """What the operating system says about listening there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the core does; without it a port whose connections have just ended would count as taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "the port is in use; stop the program that uses it, or choose another port"
+        if error.errno == errno.EACCES:
+            return "not permitted; choose a port above 1023"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            return "this machine has no such address; choose one of its own, or 0.0.0.0 for all"
+        return str(error)
+    return "gRPC refused it, although the port is free now; try again"
+
+
+async def run_until_signalled(
+    server: grpc.aio.Server,
+    health: HealthService,
+    *,
+    grace_s: float,
+    on_drain: DrainCallback | None = None,
+) -> None:
+    """Wait for SIGTERM or SIGINT, then end the started `server`; on return every call has ended.
+
+    `on_drain` runs after health said NOT_SERVING and while calls are still served. It, and the calls after it, share
+    `grace_s` seconds; then, or at a second signal, what still runs is cancelled. An exception of `on_drain` is raised
+    after the server has stopped.
+    """
+    async with _signals() as signals:
+        first = await signals.get()
+        logger.info("draining", signal=first.name, grace_s=grace_s)
+        deadline_s = time.monotonic() + grace_s
+        health.shutdown()
+        second = asyncio.create_task(signals.get())
+        drain = asyncio.create_task(_drain(on_drain, grace_s))
+        await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+        drain.cancel()
+        # Watches have no end of their own, and would use up the grace period.
+        health.end_watches()
+        stop = asyncio.create_task(server.stop(max(0.0, deadline_s - time.monotonic())))
+        await asyncio.wait({stop, second}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            logger.warning("stopping now", signal=second.result().name)
+            await server.stop(None)
+        second.cancel()
+        await asyncio.wait({stop, drain})
+    logger.info("stopped")
+    stop.result()
+    if not drain.cancelled():
+        drain.result()
+
+
+async def _drain(on_drain: DrainCallback | None, grace_s: float) -> None:
+    if on_drain is None:
+        return
+    try:
+        async with asyncio.timeout(grace_s):
+            await on_drain()
+    except TimeoutError:
+        logger.warning("draining took too long", grace_s=grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _signals() -> AsyncIterator[asyncio.Queue[signal.Signals]]:
+    """A queue of the SIGTERM and SIGINT that arrive within the scope."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, arrived.put_nowait, number)
+    try:
+        yield arrived
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
