@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +40,12 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) ->
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {timeout_s} s")
         time.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for the rare case in which it must be known before its server starts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -133,7 +140,7 @@ class ProcessCluster:
         """Start a prefill or decode worker without waiting for it."""
         name = name or f"{role}-{len(self.processes)}"
         common = ["--model", model, "--worker-id", name, "--listen", "127.0.0.1:0", "--threads", "1"]
-        if role == "decode":
+        if role == "decode" and "--kv-listen" not in flags:
             common += ["--kv-listen", "127.0.0.1:0"]
         return self.launch(f"{role}_worker", name, *common, *flags)
 

@@ -53,9 +53,9 @@ class DecodePhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The generation ended by itself."""
+    """The generation ended by itself; `reason` is None on a prefill worker, when it goes on at a decode worker."""
 
-    reason: FinishReason
+    reason: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,43 @@ class RawGenerationRequest:
     priority: int = 0
 
 
+class EmbeddingFormat(enum.Enum):
+    """How the numbers of a vector are sent."""
+
+    FLOAT = "float"
+    PACKED_FLOAT32 = "packed_float32"
+    PACKED_FLOAT16 = "packed_float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """What happens to an input that is too long: cut to the model's limit, cut to `tokens`, or neither (an error).
+
+    `keep_last` cuts the beginning of the input, otherwise its end is cut.
+    """
+
+    to_model_limit: bool = False
+    tokens: int | None = None
+    keep_last: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawEncodeRequest:
+    """What a client sent to Encode, Embed or EncodeStream. An input is None when it was left out.
+
+    `inputs_field` is the path of the inputs in the client's message, for violations.
+    """
+
+    inputs: tuple[TextPrompt | TokenPrompt | None, ...]
+    inputs_field: str = "inputs"
+    model: str = ""
+    request_id: str = ""
+    truncation: Truncation = field(default_factory=Truncation)
+    normalize: bool = True
+    dimensions: int | None = None
+    format: EmbeddingFormat = EmbeddingFormat.FLOAT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
     """How tokens are drawn; every default resolved. `top_k` 0 keeps all tokens."""

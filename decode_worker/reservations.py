@@ -1,0 +1,121 @@
+"""Requests that wait for KV blocks: first come, first served, woken by blocks that come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from twinstage.errors import DeadlineExceeded, KvExhausted, TwinstageError
+from twinstage.kv.block_pool import BlockPool, BlockTable
+from twinstage.types import RequestId
+
+MAX_WAITING = 1024
+
+Reserved = TypeVar("Reserved")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Who wants blocks, and how many; `owner` is the name they get in the pool's books."""
+
+    request_id: RequestId
+    session_id: str
+    owner: RequestId
+    num_blocks: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Waiter(Generic[Reserved]):
+    wish: Wish
+    use: Callable[[BlockTable], Reserved]
+    result: asyncio.Future[Reserved]
+
+
+class Reservations(Generic[Reserved]):
+    """Takes blocks from the pool for new requests. Belongs to one event loop.
+
+    `may_take` says whether new requests get blocks now, and `headroom` how many blocks must stay free for sequences
+    that run already; so a full worker finishes what it has before it takes more. `give_up` undoes a reservation whose
+    caller went away in the moment in which it was made. `on_change` hears that another number of requests waits.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        may_take: Callable[[], bool],
+        headroom: Callable[[], int],
+        give_up: Callable[[Reserved], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._may_take = may_take
+        self._headroom = headroom
+        self._give_up = give_up
+        self._on_change = on_change
+        self._waiters: deque[_Waiter[Reserved]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    async def take(self, wish: Wish, use: Callable[[BlockTable], Reserved], *, timeout_s: float) -> Reserved:
+        """What `use` makes of the blocks; it is called as soon as it is this request's turn and they are free.
+
+        Raises DeadlineExceeded after `timeout_s`, KvExhausted when too many wait, or what `refuse` was called with.
+        """
+        if len(self._waiters) >= MAX_WAITING:
+            raise KvExhausted(f"the KV pool is full and {MAX_WAITING} requests wait for it")
+        result: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(wish=wish, use=use, result=result)
+        self._waiters.append(waiter)
+        self._on_change()
+        self.serve()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait([result])
+        except TimeoutError as error:
+            self._abandon(waiter)
+            raise DeadlineExceeded(f"no {wish.num_blocks} KV blocks became free within {timeout_s:.3f} s") from error
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+        return result.result()
+
+    def serve(self) -> None:
+        """Give blocks to those who wait, in order, as far as the pool allows."""
+        while self._waiters and self._may_take():
+            waiter = self._waiters[0]
+            try:
+                table = self._pool.allocate(waiter.wish.num_blocks, owner=waiter.wish.owner, keep_free=self._headroom())
+            except KvExhausted:
+                return
+            self._waiters.popleft()
+            waiter.result.set_result(waiter.use(table))
+            self._on_change()
+
+    def refuse(
+        self, error: TwinstageError, *, session_id: str | None = None, request_id: RequestId | None = None
+    ) -> None:
+        """Fail those who wait: all of them, those of one session, or one request of it."""
+        kept: deque[_Waiter[Reserved]] = deque()
+        for waiter in self._waiters:
+            if session_id in (None, waiter.wish.session_id) and request_id in (None, waiter.wish.request_id):
+                waiter.result.set_exception(error)
+            else:
+                kept.append(waiter)
+        if len(kept) < len(self._waiters):
+            self._waiters = kept
+            self._on_change()
+            self.serve()  # a smaller request may have waited behind them
+
+    def _abandon(self, waiter: _Waiter[Reserved]) -> None:
+        """The caller has gone."""
+        if not waiter.result.done():
+            self._waiters.remove(waiter)
+            self._on_change()
+            self.serve()
+        elif waiter.result.exception() is None:
+            self._give_up(waiter.result.result())

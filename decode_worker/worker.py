@@ -1,0 +1,347 @@
+"""A decode worker: from reserved KV blocks to the last token.
+
+    RESERVED    blocks are granted; a prefill worker may fill them (RECEIVING is passed over: the KV channel reports the
+                end of a transfer only)
+    QUEUED      all blocks arrived and were verified; waits for a place in the batch
+    DECODING    tokens are produced
+    DONE        finished, ended by the router, or failed
+
+Everything about a request is decided on the event loop; the engine's thread and the channel's threads report to it.
+`_end` is the one way in which a request ends, and gives its blocks back through whoever may still touch them: the
+receiver (`revoke`, which answers when no late write can land) or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from decode_worker.intake import Intake, OpenGrant
+from decode_worker.request import DecodeRequest, log_end, totals_of
+from decode_worker.reservations import Reservations, Wish
+from decode_worker.sessions import SequenceTotals, Session, SessionFailure, SessionMessage, SessionStep
+from twinstage.engine.assemble import EngineParts
+from twinstage.engine.core import EngineCore, StepOutput
+from twinstage.engine.load_board import LoadBoard
+from twinstage.engine.loop import EngineLoop
+from twinstage.engine.sequence_check import check_sequence
+from twinstage.errors import (
+    AlreadyExists,
+    Cancelled,
+    Draining,
+    InternalError,
+    KvExhausted,
+    TransferError,
+    TwinstageError,
+    WorkerLost,
+)
+from twinstage.kv.block_pool import BlockTable
+from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
+from twinstage.telemetry.log import get_logger
+from twinstage.transfer.receiver import KvReceiver
+from twinstage.transfer.values import ReceivedBlocks
+from twinstage.types import KvGrant, RequestId, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
+
+logger = get_logger(__name__)
+
+MAX_LEASE_S = 600.0  # the router ends its requests itself; the lease is for the time when it cannot
+
+
+class DecodeWorker:
+    """Grants blocks, takes hand-overs in and generates. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        open_receiver: Callable[[Intake], KvReceiver],
+        description: WorkerDescription,
+        tokenizer_bundle: bytes,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.description = description
+        self.tokenizer_bundle = tokenizer_bundle
+        self.loads = LoadBoard(self._load)
+        self._parts = parts
+        self._loop = loop
+        self._engine = EngineLoop(parts.core, self._on_step, name="decode-engine")
+        self._intake = Intake(
+            submit=self._engine.submit,
+            on_committed=lambda transfer_id, received: self._call_soon(self._committed, transfer_id, received),
+            on_failed=lambda transfer_id, error: self._call_soon(self._transfer_failed, transfer_id, error),
+            on_rejected=lambda key, error: self._call_soon(self._rejected, key, error),
+        )
+        self._reservations: Reservations[DecodeRequest] = Reservations(
+            parts.pool,
+            may_take=lambda: not self._engine.load().waiting,  # preempted sequences come first
+            headroom=lambda: self._engine.load().running,  # each may soon need one more
+            give_up=self._give_up,
+            on_change=self._note_change,
+        )
+        self._sessions: dict[str, Session] = {}
+        self._requests: dict[RequestId, DecodeRequest] = {}
+        self._transfers: dict[int, DecodeRequest] = {}
+        self._freeing: set[RequestId] = set()  # ended, but somebody may still touch their blocks
+        self._finished = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        parts.pool.add_free_listener(lambda: self._call_soon(self._blocks_freed))
+        self._receiver = open_receiver(self._intake)
+        self._receiver.start()
+        for endpoint in self._receiver.endpoints:
+            logger.info("kv listener ready", transport=endpoint.transport, address=endpoint.address)
+        self._engine.start()
+
+    # --- the door ------------------------------------------------------------------------------------
+
+    def open_session(self, session_id: str) -> Session:
+        """A router's new session. Raises AlreadyExists, or Draining."""
+        if self._draining:
+            raise Draining("this decode worker is shutting down")
+        if session_id in self._sessions:
+            raise AlreadyExists(f"session {session_id} is open", resource_type="session", resource_name=session_id)
+        session = self._sessions[session_id] = Session(session_id)
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """The router has gone: end all that it asked for. Idempotent."""
+        if self._sessions.get(session.session_id) is not session:
+            return
+        del self._sessions[session.session_id]
+        session.close()
+        self._reservations.refuse(_session_lost(session.session_id), session_id=session.session_id)
+        for request in list(self._requests.values()):
+            if request.session is session:
+                self._end(request, CancelledOutcome())
+        self._note_change()
+
+    def abort(self, session: Session, request_id: RequestId) -> None:
+        """The router ends a request; nothing happens when it has ended already."""
+        ended = Cancelled(f"request {request_id} was ended by the router")
+        self._reservations.refuse(ended, session_id=session.session_id, request_id=request_id)
+        for request in list(self._requests.values()):
+            if request.session is session and request.spec.request_id == request_id:
+                self._end(request, CancelledOutcome())
+
+    async def reserve(self, session_id: str, spec: SequenceSpec, *, timeout_s: float) -> tuple[KvGrant, float]:
+        """Reserve blocks for a request and return the grant, and the seconds it waited for them.
+
+        Raises InvalidRequest, KvExhausted (it can never fit, or too many wait), DeadlineExceeded, Draining, or
+        WorkerLost when the session is not open.
+        """
+        if self._draining:
+            raise Draining("this decode worker is shutting down")
+        session = self._session(session_id)
+        check_sequence(spec, self.description.model)
+        needed = self._blocks_needed(spec)
+        transfer_id = secrets.randbits(63)
+        key = RequestId(f"{spec.request_id}#{transfer_id:x}")
+        wish = Wish(request_id=spec.request_id, session_id=session_id, owner=key, num_blocks=needed)
+        started_s = time.monotonic()
+        deadline_s = started_s + timeout_s
+
+        def use(table: BlockTable) -> DecodeRequest:
+            lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
+            grant = self._make_grant(table, transfer_id=transfer_id, lease_s=lease_s)
+            lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
+            return self._open(DecodeRequest(key=key, spec=spec, session=session, table=table, grant=grant, lease=lease))
+
+        request = await self._reservations.take(wish, use, timeout_s=timeout_s)
+        return request.grant, time.monotonic() - started_s
+
+    def _session(self, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.closed:
+            raise _session_lost(session_id)
+        return session
+
+    def _blocks_needed(self, spec: SequenceSpec) -> int:
+        """Blocks for the tokens that are handed over. Raises KvExhausted when the request can never run here."""
+        tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
+        if self._parts.layout.blocks_for(tokens + 1) > self._parts.pool.num_blocks:
+            raise KvExhausted(
+                f"{tokens} tokens and the next one do not fit in the {self._parts.pool.num_blocks} KV blocks of "
+                "this decode worker"
+            )
+        return self._parts.layout.blocks_for(tokens)
+
+    def _make_grant(self, table: BlockTable, *, transfer_id: int, lease_s: float) -> KvGrant:
+        return KvGrant(
+            worker_id=self.description.worker_id,
+            epoch=self.description.epoch,
+            transfer_id=transfer_id,
+            generation=table.generation,
+            token=secrets.token_bytes(32),
+            block_ids=table.block_ids,
+            layout_fingerprint=self.description.kv_layout_fingerprint,
+            endpoints=self._receiver.endpoints,
+            lease_s=lease_s,
+        )
+
+    def _open(self, request: DecodeRequest) -> DecodeRequest:
+        """From now on a prefill worker may fill the request's blocks."""
+        self._requests[request.key] = request
+        self._transfers[request.grant.transfer_id] = request
+        self._intake.open(request.grant.transfer_id, OpenGrant(key=request.key, spec=request.spec, table=request.table))
+        self._receiver.expect(request.grant)
+        return request
+
+    def _give_up(self, request: DecodeRequest) -> None:
+        """The caller of `reserve` went away in the moment in which it got its blocks."""
+        if request.key in self._requests:
+            self._end(request, CancelledOutcome())
+
+    # --- from other threads --------------------------------------------------------------------------
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._call_soon(self._deliver, output)
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(partial(callback, *arguments))
+
+    # --- on the event loop ---------------------------------------------------------------------------
+
+    def _committed(self, transfer_id: int, received: ReceivedBlocks) -> None:
+        request = self._transfers.pop(transfer_id, None)
+        if request is not None:
+            request.lease.cancel()
+            request.kv_bytes_received = received.kv_bytes
+            request.lifecycle.advance(DecodePhase.QUEUED)
+
+    def _transfer_failed(self, transfer_id: int, error: TransferError) -> None:
+        if (request := self._transfers.get(transfer_id)) is not None:
+            self._end(request, Failed(error))
+
+    def _rejected(self, key: RequestId, error: BaseException) -> None:
+        """The engine did not take a sequence; its blocks are free."""
+        if (request := self._requests.get(key)) is not None:
+            self._settle(request, Failed(error if isinstance(error, TwinstageError) else InternalError(str(error))))
+
+    def _lease_ended(self, transfer_id: int) -> None:
+        if (request := self._transfers.get(transfer_id)) is not None:
+            self._end(request, Failed(TransferError("nobody filled the granted KV blocks before the lease ended")))
+
+    def _deliver(self, output: StepOutput) -> None:
+        chunks: dict[Session, list[TokenChunk]] = {}
+        totals: dict[Session, list[SequenceTotals]] = {}
+        stats = {entry.request_id: entry for entry in output.finished}
+        for chunk in output.chunks:
+            if (request := self._requests.get(chunk.request_id)) is None:
+                continue  # ended while the step ran
+            if request.lifecycle.phase is DecodePhase.QUEUED:
+                request.lifecycle.advance(DecodePhase.DECODING)
+            chunks.setdefault(request.session, []).append(replace(chunk, request_id=request.spec.request_id))
+            if chunk.finish is not None:
+                totals.setdefault(request.session, []).append(totals_of(request, stats[request.key]))
+                self._settle(request, Finished(chunk.finish.reason))
+        for session, session_chunks in chunks.items():
+            self._tell(session, SessionStep(chunks=tuple(session_chunks), totals=tuple(totals.get(session, ()))))
+        for failure in output.failed:
+            if (request := self._requests.get(failure.request_id)) is not None:
+                self._settle(request, Failed(failure.error))
+        self._blocks_freed()
+
+    def _tell(self, session: Session, message: SessionMessage) -> None:
+        """Send to a router; one that does not read loses its session, and all that belongs to it ends."""
+        session.put(message)
+        if session.closed:
+            self.end_session(session)
+
+    def _end(self, request: DecodeRequest, outcome: Outcome) -> None:
+        """End a request in whatever phase, and give its blocks back through whoever may still touch them."""
+        self._freeing.add(request.key)
+        self._settle(request, outcome)
+        if self._intake.withdraw(request.grant.transfer_id):
+            self._receiver.revoke(request.grant.transfer_id, partial(self._fenced, request))
+        else:
+            self._engine.submit(partial(self._drop, request.key))
+
+    def _settle(self, request: DecodeRequest, outcome: Outcome) -> None:
+        """The request is over; tell the router if it does not know."""
+        phase = request.lifecycle.phase
+        request.lifecycle.finish(outcome)
+        request.lease.cancel()
+        self._transfers.pop(request.grant.transfer_id, None)
+        del self._requests[request.key]
+        if isinstance(outcome, Finished):
+            self._finished += 1
+        else:
+            log_end(request, phase, outcome)
+        if isinstance(outcome, Failed):
+            self._tell(request.session, SessionFailure(request_id=request.spec.request_id, error=outcome.error))
+        self._note_change()
+
+    def _fenced(self, request: DecodeRequest) -> None:
+        """No late write can land any more. On any thread."""
+        request.table.release()
+        self._call_soon(self._freed, request.key)
+
+    def _drop(self, key: RequestId, core: EngineCore) -> None:
+        """On the engine's thread."""
+        core.abort(key)
+        self._call_soon(self._freed, key)
+
+    def _freed(self, key: RequestId) -> None:
+        self._freeing.discard(key)
+        self._blocks_freed()
+
+    def _blocks_freed(self) -> None:
+        self._reservations.serve()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._requests or self._freeing or len(self._reservations):
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self.loads.changed()
+
+    def _load(self) -> WorkerLoad:
+        load = self._engine.load()
+        return WorkerLoad(
+            free_kv_blocks=self._parts.pool.num_free,
+            running=load.running,
+            waiting=load.waiting + len(self._reservations),
+            waiting_tokens=load.waiting_tokens,
+            finished=self._finished,
+            kv_bytes_received=self._receiver.bytes_received,
+            draining=self._draining,
+        )
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Take nothing new from now on; what waits for blocks is refused, what has them goes on."""
+        self._draining = True
+        self._reservations.refuse(Draining("this decode worker is shutting down"))
+        self._note_change()
+
+    async def wait_idle(self) -> None:
+        """Return when nothing runs and nothing is being freed any more."""
+        await self._idle.wait()
+
+    def end_streams(self) -> None:
+        """Let sessions and load watches end once their last message is delivered."""
+        self.loads.end()
+        for session in self._sessions.values():
+            session.close(Draining("this decode worker has shut down"))
+
+    def abort_all(self) -> None:
+        """End everything that runs."""
+        for request in list(self._requests.values()):
+            self._end(request, Failed(Draining("this decode worker was shut down")))
+
+    def close(self) -> int:
+        """Join the threads, check the pool's books and give the memory back; returns the number of leaked blocks."""
+        self._receiver.close()
+        self._engine.stop()
+        return self._parts.close()
+
+
+def _session_lost(session_id: str) -> WorkerLost:
+    return WorkerLost(f"session {session_id} is not open on this decode worker; open a new one")

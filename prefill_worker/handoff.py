@@ -1,0 +1,71 @@
+"""The hand-over of one prompt's KV blocks, as the engine thread drives it.
+
+    advance, advance, ... commit     the prompt was computed and the generation goes on elsewhere
+    advance, advance, ... abort      it was cancelled, it failed, or its first token was also its last
+
+Every block is written once, as soon as all its tokens are computed; the last one, which may be partly filled, when
+the prompt is complete. The sender reads the blocks from where they are: they may be released only after it has reported
+the transfer's result.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from twinstage.engine.core import ComputedChunk
+from twinstage.errors import TransferError, TwinstageError
+from twinstage.transfer.sender import OutgoingTransfer
+from twinstage.transfer.values import HandoverCommit
+
+
+class Handoff:
+    """Writes the blocks of one prompt as they are completed, on the engine's thread; `abort` may come from any."""
+
+    def __init__(self, transfer: OutgoingTransfer, *, block_size: int) -> None:
+        self._transfer = transfer
+        self._block_size = block_size
+        self._written: tuple[int, ...] = ()  # ids of source blocks, by position in the grant
+        self._lock = threading.Lock()
+        self._closed = False  # committed or aborted
+        self._refusal: TwinstageError | None = None
+
+    @property
+    def refusal(self) -> TwinstageError | None:
+        """Why this side gave the hand-over up; None when it did not."""
+        return self._refusal
+
+    def advance(self, computed: ComputedChunk) -> None:
+        """Write the blocks that `computed` completed."""
+        with self._lock:
+            if self._closed:
+                return
+            if computed.block_ids[: len(self._written)] != self._written:
+                self._give_up(
+                    TransferError("the prompt was computed again in other blocks while it was being handed over")
+                )
+                return
+            complete = computed.num_computed_tokens // self._block_size
+            if computed.num_computed_tokens >= computed.total_tokens:
+                complete = -(-computed.total_tokens // self._block_size)
+            fresh = computed.block_ids[len(self._written) : complete]
+            if fresh:
+                self._transfer.write(fresh, len(self._written))
+                self._written += fresh
+
+    def commit(self, commit: HandoverCommit) -> None:
+        """Everything is written: let the decode worker check it and go on with the first token."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._transfer.commit(commit)
+
+    def abort(self) -> None:
+        """Give the hand-over up; idempotent. The transfer's result still follows."""
+        with self._lock:
+            self._closed = True
+        self._transfer.abort()
+
+    def _give_up(self, error: TwinstageError) -> None:
+        self._closed = True
+        self._refusal = error
+        self._transfer.abort()

@@ -1,0 +1,79 @@
+"""PrefillService: protobuf on one side, the prefill worker on the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from prefill_worker.events import FirstToken, PrefillEvent
+from twinstage.errors import TaskNotSupported
+from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_from_proto, token_chunk_to_proto
+from twinstage.rpc.worker_service import Loading
+from twinstage.types import Task
+from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:  # they import torch, which the process does only once its server answers
+    from prefill_worker.embedding import EmbeddingWorker
+    from prefill_worker.worker import PrefillWorker
+
+SERVICE_NAME = "twinstage.worker.v1.PrefillService"
+
+
+def add_services(server: grpc.aio.Server, loading: Loading[PrefillWorker | EmbeddingWorker]) -> None:
+    """Put the role's service on a server that has not been started."""
+    worker_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(loading), server)
+
+
+class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
+    """Prefill on a generative model, Encode on an embedding model; the other is refused."""
+
+    def __init__(self, loading: Loading[PrefillWorker | EmbeddingWorker]) -> None:
+        self._loading = loading
+
+    async def Prefill(  # noqa: N802
+        self, request: worker_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        worker = cast("PrefillWorker", self._worker(Task.GENERATE))
+        spec = sequence_spec_from_proto(request.sequence)
+        grant = kv_grant_from_proto(request.grant) if request.HasField("grant") else None
+        async with aclosing(worker.prefill(spec, grant)) as events:
+            async for event in events:
+                yield _event_to_proto(event)
+
+    async def Encode(self, request: worker_pb2.EncodeRequest, context: Any) -> worker_pb2.EncodeResponse:  # noqa: N802
+        worker = cast("EmbeddingWorker", self._worker(Task.EMBED))
+        encoded = await worker.encode([list(item.token_ids) for item in request.inputs], normalize=request.normalize)
+        return worker_pb2.EncodeResponse(
+            vectors=encoded.vectors,
+            queue_us=round(encoded.queue_s * 1e6),
+            compute_us=round(encoded.compute_s * 1e6),
+        )
+
+    def _worker(self, task: Task) -> PrefillWorker | EmbeddingWorker:
+        worker = self._loading.get()
+        model = worker.description.model
+        if model.task is not task:
+            raise TaskNotSupported(f"model {model.name} is for {model.task.value}, not for {task.value}")
+        return worker
+
+
+def _event_to_proto(event: PrefillEvent) -> worker_pb2.PrefillResponse:
+    if isinstance(event, FirstToken):
+        return worker_pb2.PrefillResponse(
+            first_token=worker_pb2.FirstToken(
+                chunk=token_chunk_to_proto(event.chunk),
+                queue_us=round(event.queue_s * 1e6),
+                prefill_us=round(event.prefill_s * 1e6),
+                cached_prompt_tokens=event.cached_prompt_tokens,
+            )
+        )
+    return worker_pb2.PrefillResponse(
+        handed_over=worker_pb2.HandedOver(
+            transport=event.transport,
+            kv_bytes=event.kv_bytes,
+            transfer_us=round(event.transfer_s * 1e6),
+        )
+    )

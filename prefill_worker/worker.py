@@ -1,0 +1,278 @@
+"""A prefill worker for a generative model: from a prompt to its first token and to KV blocks on a decode worker.
+
+    QUEUED      in the engine's queue; the connection to the decode worker is being made
+    COMPUTING   chunk by chunk; finished blocks are already on their way
+    SENDING     the first token has gone to the router; the rest of the blocks, the commit, the acknowledgement
+    DONE        handed over, finished with its first token, cancelled or failed
+
+Two threads and the event loop take part. Everything about a request is decided on the event loop; the engine thread
+computes and feeds the hand-over; the channel's thread reports the transfer's result. `_free` is the one way in which
+a request's blocks come back, whatever ended it: first the transfer stops reading them, then the engine frees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from functools import partial
+
+from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
+from prefill_worker.handoff import Handoff
+from prefill_worker.request import PrefillRequest, log_end
+from twinstage.engine.assemble import EngineParts
+from twinstage.engine.core import EngineCore, SequenceStats, StepOutput
+from twinstage.engine.load_board import LoadBoard
+from twinstage.engine.loop import EngineLoop
+from twinstage.engine.sequence_check import check_sequence
+from twinstage.errors import Cancelled, Draining, InternalError, KvExhausted
+from twinstage.lifecycle import (
+    CancelledOutcome,
+    Failed,
+    Finished,
+    Outcome,
+    PrefillPhase,
+)
+from twinstage.telemetry.log import get_logger
+from twinstage.transfer.sender import KvSender
+from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
+from twinstage.types import KvGrant, RequestId, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
+
+logger = get_logger(__name__)
+
+
+class PrefillWorker:
+    """Computes prompts and hands them over. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        sender: KvSender,
+        description: WorkerDescription,
+        tokenizer_bundle: bytes,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.description = description
+        self.tokenizer_bundle = tokenizer_bundle
+        self.loads = LoadBoard(self._load)
+        self._parts = parts
+        self._sender = sender
+        self._loop = loop
+        self._engine = EngineLoop(parts.core, self._on_step, name="prefill-engine")
+        self._requests: dict[RequestId, PrefillRequest] = {}
+        self._handoffs: dict[RequestId, Handoff] = {}  # the engine thread's
+        self._serial = 0
+        self._finished = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        parts.pool.add_free_listener(lambda: self._call_soon(self.loads.changed))
+        self._engine.start()
+
+    # --- the door ------------------------------------------------------------------------------------
+
+    async def prefill(self, spec: SequenceSpec, grant: KvGrant | None) -> AsyncGenerator[PrefillEvent]:
+        """Compute `spec`, hand its blocks over under `grant`, and report each step. Closing the iterator cancels it.
+
+        Raises InvalidRequest, KvExhausted (the prompt can never fit), Draining, TransferError, or what the engine
+        failed with.
+        """
+        request = self._admit(spec, grant)
+        try:
+            while (event := await request.events.get()) is not None:
+                yield event
+            if isinstance(request.lifecycle.outcome, Failed):
+                raise request.lifecycle.outcome.error
+            if isinstance(request.lifecycle.outcome, CancelledOutcome):
+                raise Cancelled(f"request {spec.request_id} was ended by the worker")
+        finally:
+            self._end(request, CancelledOutcome())
+
+    def _admit(self, spec: SequenceSpec, grant: KvGrant | None) -> PrefillRequest:
+        if self._draining:
+            raise Draining("this prefill worker is shutting down")
+        check_sequence(spec, self.description.model)
+        self._check_fits(spec)
+        self._serial += 1
+        request = PrefillRequest(key=RequestId(f"{spec.request_id}#{self._serial}"), spec=spec)
+        if grant is not None:
+            transfer = self._sender.open(grant, lambda outcome: self._call_soon(self._transfer_ended, request, outcome))
+            request.handoff = Handoff(transfer, block_size=self._parts.layout.block_size)
+            request.transfer_open = True
+        request.in_engine = True
+        self._requests[request.key] = request
+        self._idle.clear()
+        self._engine.submit(partial(self._add, request.key, spec, request.handoff))
+        return request
+
+    def _check_fits(self, spec: SequenceSpec) -> None:
+        tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
+        needed = self._parts.layout.blocks_for(tokens)
+        if needed > self._parts.pool.num_blocks:
+            raise KvExhausted(
+                f"{tokens} tokens need {needed} KV blocks, but this prefill worker has {self._parts.pool.num_blocks}"
+            )
+
+    # --- on the engine thread ------------------------------------------------------------------------
+
+    def _add(self, key: RequestId, spec: SequenceSpec, handoff: Handoff | None, core: EngineCore) -> None:
+        if handoff is not None:
+            self._handoffs[key] = handoff
+        core.add(replace(spec, request_id=key))
+
+    def _drop(self, key: RequestId, core: EngineCore) -> None:
+        self._handoffs.pop(key, None)
+        core.abort(key)
+        self._call_soon(self._forget, key)
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._call_soon(self._deliver, output)  # the first token waits for no block
+        for computed in output.computed:
+            if (handoff := self._handoffs.get(computed.request_id)) is not None:
+                handoff.advance(computed)
+        totals = {computed.request_id: computed.total_tokens for computed in output.computed}
+        for chunk in output.chunks:
+            handoff = self._handoffs.get(chunk.request_id)
+            if handoff is None:
+                continue
+            if chunk.finish is not None:
+                handoff.abort()
+                continue
+            handoff.commit(
+                HandoverCommit(
+                    request_id=_wire_id(chunk.request_id),
+                    num_tokens=totals[chunk.request_id],
+                    token=chunk.tokens[-1],
+                )
+            )
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(partial(callback, *arguments))
+
+    # --- on the event loop ---------------------------------------------------------------------------
+
+    def _deliver(self, output: StepOutput) -> None:
+        for computed in output.computed:
+            request = self._requests.get(computed.request_id)
+            if request is not None and request.lifecycle.phase is PrefillPhase.QUEUED:
+                request.lifecycle.advance(PrefillPhase.COMPUTING)
+        stats = {entry.request_id: entry for entry in (*output.prefilled, *output.finished)}
+        for chunk in output.chunks:
+            request = self._requests.get(chunk.request_id)
+            if request is not None and request.lifecycle.outcome is None:
+                self._first_token(request, chunk, stats[chunk.request_id])
+        for failure in output.failed:
+            if (request := self._requests.get(failure.request_id)) is not None:
+                self._end(request, Failed(failure.error))
+        self.loads.changed()
+
+    def _first_token(self, request: PrefillRequest, chunk: TokenChunk, stats: SequenceStats) -> None:
+        known = len(request.spec.prompt_token_ids) + len(request.spec.resumed_token_ids)
+        request.events.put_nowait(
+            FirstToken(
+                chunk=replace(chunk, request_id=request.spec.request_id),
+                queue_s=stats.queue_s,
+                prefill_s=stats.prefill_s,
+                cached_prompt_tokens=max(0, known - stats.computed_prompt_tokens),
+            )
+        )
+        if chunk.finish is not None:
+            self._end(request, Finished(chunk.finish.reason))
+        elif request.handoff is None:
+            self._end(
+                request, Failed(InternalError("the generation goes on after its first token, but there was no grant"))
+            )
+        else:
+            request.lifecycle.advance(PrefillPhase.SENDING)
+
+    def _transfer_ended(self, request: PrefillRequest, outcome: TransferOutcome) -> None:
+        request.transfer_open = False
+        if request.lifecycle.outcome is not None:
+            self._free(request)
+        elif isinstance(outcome, HandoverFailed):
+            refusal = request.handoff.refusal if request.handoff is not None else None
+            self._end(request, Failed(refusal or outcome.error))
+        else:
+            self._handed_over(request, outcome)
+
+    def _handed_over(self, request: PrefillRequest, outcome: HandoverDone) -> None:
+        request.lifecycle.finish(Finished(None))
+        request.events.put_nowait(
+            HandedOver(
+                transport=outcome.transport,
+                kv_bytes=outcome.kv_bytes,
+                transfer_s=request.lifecycle.seconds_between(PrefillPhase.SENDING, PrefillPhase.DONE),
+            )
+        )
+        self._finished += 1
+        request.events.put_nowait(None)
+        self._free(request)
+
+    def _end(self, request: PrefillRequest, outcome: Outcome) -> None:
+        """Let the request end with `outcome`, unless it has ended already, and free what it still holds."""
+        if request.lifecycle.outcome is None:
+            phase = request.lifecycle.phase
+            request.lifecycle.finish(outcome)
+            request.events.put_nowait(None)
+            if isinstance(outcome, Finished):
+                self._finished += 1
+            else:
+                log_end(request, phase, outcome)
+        self._free(request)
+
+    def _free(self, request: PrefillRequest) -> None:
+        """Give back all that the request holds; idempotent. The blocks stay until the transfer has stopped reading."""
+        if request.transfer_open and request.handoff is not None:
+            request.handoff.abort()  # comes back through _transfer_ended
+        elif request.in_engine:
+            request.in_engine = False
+            self._engine.submit(partial(self._drop, request.key))
+
+    def _forget(self, key: RequestId) -> None:
+        del self._requests[key]
+        self.loads.changed()
+        if not self._requests:
+            self._idle.set()
+
+    def _load(self) -> WorkerLoad:
+        load = self._engine.load()
+        return WorkerLoad(
+            free_kv_blocks=self._parts.pool.num_free,
+            running=load.running,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            finished=self._finished,
+            draining=self._draining,
+        )
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+        self.loads.changed()
+
+    async def wait_idle(self) -> None:
+        """Return when nothing runs and nothing is being freed any more."""
+        await self._idle.wait()
+
+    def end_streams(self) -> None:
+        """Let the streams end that have no end of their own."""
+        self.loads.end()
+
+    def abort_all(self) -> None:
+        """End everything that runs."""
+        for request in list(self._requests.values()):
+            self._end(request, Failed(Draining("this prefill worker was shut down")))
+
+    def close(self) -> int:
+        """Join the threads, check the pool's books and give the memory back; returns the number of leaked blocks."""
+        self._sender.close()
+        self._engine.stop()
+        return self._parts.close()
+
+
+def _wire_id(key: RequestId) -> RequestId:
+    """The id by which router and decode worker know the request."""
+    return RequestId(key.rpartition("#")[0])

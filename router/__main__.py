@@ -1,0 +1,132 @@
+"""The router's process: `python -m router --workers host:port ...`.
+
+    settings -> logging -> workers are dialled -> port -> requests, as soon as workers are ready -> signal -> drained
+
+Exit codes: 0 after SIGTERM or SIGINT; 2 for wrong flags or a port in use, with one line on standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from router.admission import Admission
+from router.config import RouterSettings
+from router.embedding import Embedding
+from router.gate import Gate
+from router.generation import Deadlines, Generation
+from router.live import LiveRequests
+from router.service import SERVICE_NAMES, add_services, update_health
+from router.workers import WorkerTable
+from twinstage.engine.settings import read_settings
+from twinstage.errors import ConfigError
+from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
+from twinstage.rpc.health import HealthService
+from twinstage.rpc.reflection import add_reflection
+from twinstage.rpc.server import bind, create_server, run_until_signalled
+from twinstage.telemetry.log import configure_logging, get_logger
+from twinstage.telemetry.process import exit_with_parent_if_asked
+
+logger = get_logger(__name__)
+
+
+class Router:
+    """All parts of a router, wired."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._sources = settings.sources()
+        self._executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
+        self._health = HealthService(SERVICE_NAMES)
+        self._live = LiveRequests()
+        self._gates = [
+            Gate(max_live=settings.max_live_requests, max_queued=settings.max_queued_requests) for _ in range(2)
+        ]
+        self.workers = WorkerTable(
+            report_interval_s=settings.report_interval,
+            lookup_interval_s=settings.lookup_interval,
+            on_change=lambda: update_health(self._health, self.workers),
+        )
+        self._server = create_server()
+        self._add_services()
+        self.port = 0
+
+    def _add_services(self) -> None:
+        settings, (generation_gate, embedding_gate) = self._settings, self._gates
+        deadlines = Deadlines(default_s=settings.default_timeout, longest_s=settings.max_timeout)
+        generation = Generation(
+            workers=self.workers,
+            admission=Admission(self._executor),
+            gate=generation_gate,
+            live=self._live,
+            deadlines=deadlines,
+        )
+        embedding = Embedding(
+            workers=self.workers, executor=self._executor, gate=embedding_gate, live=self._live, deadlines=deadlines
+        )
+        add_services(
+            self._server,
+            workers=self.workers,
+            generation=generation,
+            embedding=embedding,
+            embedding_gate=embedding_gate,
+            live=self._live,
+            deadlines=deadlines,
+            max_live_requests=settings.max_live_requests,
+        )
+        self._health.attach(self._server)
+        add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE))
+
+    async def start(self) -> None:
+        """Listen, and begin to connect to the workers. Raises ConfigError when the port is taken."""
+        self.port = bind(self._server, self._settings.listen)
+        self.workers.start(self._sources)
+        await self._server.start()
+        update_health(self._health, self.workers)
+
+    async def run(self) -> None:
+        """Serve until a signal."""
+        try:
+            await self.start()
+            host = self._settings.listen.rpartition(":")[0]
+            logger.info("router ready", address=f"{host}:{self.port}", workers=self._settings.workers)
+            await run_until_signalled(
+                self._server, self._health, grace_s=self._settings.drain_timeout, on_drain=self._drain
+            )
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End everything now. Idempotent."""
+        await self._server.stop(None)
+        await self.workers.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _drain(self) -> None:
+        """Refuse new requests, and wait for those in progress."""
+        for gate in self._gates:
+            gate.close()
+        await self._live.wait_idle()
+
+
+async def _serve(settings: RouterSettings) -> None:
+    await Router(settings).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a router until it is told to stop; returns the exit code."""
+    try:
+        settings = read_settings(RouterSettings, sys.argv[1:] if arguments is None else arguments)
+        exit_with_parent_if_asked()
+        configure_logging(level=settings.log_level, format=settings.log_format, role="router")
+        asyncio.run(_serve(settings))
+    except ConfigError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

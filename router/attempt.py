@@ -1,0 +1,66 @@
+"""The scopes of one attempt: who is to blame when it fails, and what is given back when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from router.placement import WorkerKey
+from router.worker_entry import WorkerLife
+from twinstage.errors import Draining, TransferError, TwinstageError, WorkerLost
+from twinstage.rpc.clients import DecodeSubscription
+from twinstage.types import KvGrant, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """The decode worker that waits for a hand-over."""
+
+    worker: WorkerLife
+    grant: KvGrant
+    subscription: DecodeSubscription
+
+    async def broken(self) -> NoReturn:
+        """Wait until the decode worker fails the request. Raises AttemptFailed."""
+        with blaming(self.worker):
+            await self.subscription.broken()
+
+
+class AttemptFailed(Exception):
+    """An attempt ended with an error that another one may not meet; `workers` may be at fault."""
+
+    def __init__(self, error: TwinstageError, workers: frozenset[WorkerKey]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.workers = workers
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the workers are gone for this request, rather than having failed it once."""
+        return isinstance(self.error, WorkerLost | Draining)
+
+
+@contextlib.contextmanager
+def blaming(worker: WorkerLife, peer: WorkerLife | None = None) -> Iterator[None]:
+    """Turn an error that a retry may cure into AttemptFailed of `worker`; a transfer may have failed by its peer."""
+    try:
+        yield
+    except TwinstageError as error:
+        if not error.retryable:
+            raise
+        at_fault = [worker, peer] if isinstance(error, TransferError) and peer is not None else [worker]
+        raise AttemptFailed(error, frozenset(life.key for life in at_fault)) from error
+
+
+@contextlib.contextmanager
+def stand_by(decode: WorkerLife | None, spec: SequenceSpec) -> Iterator[DecodeSubscription | None]:
+    """A place on the decode worker. Leaving it ends whatever the request still has there."""
+    if decode is None:
+        yield None
+        return
+    assert decode.session is not None
+    blocks = decode.candidate().blocks_for(len(spec.prompt_token_ids) + len(spec.resumed_token_ids))
+    with decode.ledger.placed(blocks=blocks), decode.session.subscribe(spec.request_id) as subscription:
+        yield subscription

@@ -1,0 +1,140 @@
+"""Embedding as inputs arrive: results in the order of the requests, each with its own success or error.
+
+    requests -> reader -> waiting inputs -> batchers: all that waits, together -> results, in order
+
+At most MAX_IN_FLIGHT inputs are between the first and the last; beyond that the client is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from router.embedding import Embedding, EmbeddingTally, Vector
+from router.embedding_admission import AdmittedInput
+from router.gate import Gate
+from router.generation import Deadlines
+from router.worker_entry import ServedModel
+from twinstage.errors import DeadlineExceeded, FieldViolation, InternalError, InvalidRequest, TwinstageError
+from twinstage.telemetry.log import get_logger
+from twinstage.types import RawEncodeRequest
+
+MAX_IN_FLIGHT = 128
+MAX_BATCH_INPUTS = 32
+BATCHERS = 4
+
+logger = get_logger(__name__)
+
+StreamRequest = RawEncodeRequest | TwinstageError  # an error stands for a request that could not be read
+StreamResult = Vector | TwinstageError
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An input on its way. `result` never holds an exception: a failed input has its error as its result."""
+
+    request: StreamRequest
+    result: asyncio.Future[StreamResult]
+
+
+class EmbeddingStream:
+    """One EncodeStream call."""
+
+    def __init__(self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines, timeout_s: float | None) -> None:
+        self._embedding = embedding
+        self._gate = gate
+        self._deadlines = deadlines
+        self._deadline_s = deadlines.deadline_s(timeout_s) if timeout_s is not None else float("inf")
+        self._id = uuid.uuid4().hex
+        self._model: tuple[str, ServedModel] | None = None
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()  # bounded by the slots
+        self._ordered: asyncio.Queue[_Waiting | None] = asyncio.Queue()
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    async def results(self, requests: AsyncIterator[StreamRequest]) -> AsyncGenerator[StreamResult, None]:
+        """One result per request, in order. Ends when the requests end; raises what reading them raises."""
+        reader = asyncio.create_task(self._read(requests))
+        batchers = [asyncio.create_task(self._work_off()) for _ in range(BATCHERS)]
+        try:
+            while (waiting := await self._ordered.get()) is not None:
+                yield await waiting.result
+                self._slots.release()
+            await reader
+        finally:
+            for task in (reader, *batchers):
+                task.cancel()
+            await asyncio.gather(reader, *batchers, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[StreamRequest]) -> None:
+        try:
+            async for request in requests:
+                await self._slots.acquire()
+                waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+                self._ordered.put_nowait(waiting)
+                self._waiting.put_nowait(waiting)
+        finally:
+            self._ordered.put_nowait(None)
+
+    async def _work_off(self) -> None:
+        """Take all that waits, answer it, and again."""
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < MAX_BATCH_INPUTS and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            try:
+                await self._answer(batch)
+            except TwinstageError as error:
+                _fail(batch, error)
+            except Exception as error:  # the outermost frame of this task; its inputs get an answer whatever happens
+                logger.exception("batch failed unexpectedly")
+                _fail(batch, InternalError(f"internal error in a batch: {type(error).__name__}"))
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        deadline_s = min(self._deadline_s, self._deadlines.deadline_s(None))
+        try:
+            async with asyncio.timeout_at(deadline_s), self._gate.permit(deadline_s=deadline_s):
+                admitted: list[tuple[_Waiting, AdmittedInput]] = []
+                for waiting in batch:
+                    try:
+                        admitted.append((waiting, await self._admit(waiting.request)))
+                    except TwinstageError as error:
+                        waiting.result.set_result(error)
+                if admitted:
+                    await self._encode(admitted, deadline_s=deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline of the input is over") from None
+
+    async def _admit(self, request: StreamRequest) -> AdmittedInput:
+        if isinstance(request, TwinstageError):
+            raise request
+        model = self._model_of(request)
+        return (await self._embedding.admit(request, model))[0]
+
+    def _model_of(self, request: RawEncodeRequest) -> ServedModel:
+        """The stream's model, which its first request names."""
+        if self._model is None:
+            self._model = (request.model, self._embedding.find_model(request.model))
+        name, model = self._model
+        if request.model not in {name, model.name}:
+            raise InvalidRequest([FieldViolation("model", f"must be the same in the whole stream, {model.name!r}")])
+        return model
+
+    async def _encode(self, admitted: list[tuple[_Waiting, AdmittedInput]], *, deadline_s: float) -> None:
+        assert self._model is not None
+        vectors = await self._embedding.encode(
+            [entry for _, entry in admitted],
+            self._model[1],
+            request_id=self._id,
+            deadline_s=deadline_s,
+            tally=EmbeddingTally(),
+        )
+        for (waiting, _), vector in zip(admitted, vectors, strict=True):
+            waiting.result.set_result(vector)
+
+
+def _fail(batch: list[_Waiting], error: TwinstageError) -> None:
+    for waiting in batch:
+        if not waiting.result.done():
+            waiting.result.set_result(error)

@@ -1,0 +1,271 @@
+"""The flow of one generation request. Start reading here.
+
+  client          router                      prefill worker             decode worker
+    │  request      │                               │                          │
+    ├──────────────►│ ADMITTED                      │                          │
+    │               │ PLACED: a pair is chosen      │                          │
+    │               │ RESERVING ───────────────────────── reserve ────────────►│ blocks, or wait while full
+    │               │◄─────────────────────────────────── grant ───────────────┤
+    │               │ PREFILLING ── prompt, grant ─►│                          │
+    │               │                               ├─ KV blocks, per chunk ──►│
+    │  first token  │◄──────── first token ─────────┤                          │
+    │◄──────────────┤                               ├─ commit ────────────────►│ verified
+    │               │◄──────── handed over ─────────┤                          │
+    │  deltas       │ DECODING                      │                          │
+    │◄──────────────┤◄─────────────────────────────────── tokens ──────────────┤
+    │  summary      │ DONE                                                     │ blocks free
+    │◄──────────────┤
+
+Shorter ways    One token to generate: no reservation. First token ends it: the reservation is given back.
+A worker fails  The request is placed again, up to MAX_ATTEMPTS times, and goes on after the tokens it has: a token
+                depends on the seed and its position alone, so the continuation is the same. When no attempt is
+                left the client gets the error, or StreamBroken if it has tokens already.
+An early end    A stop string, the time limit, an operator, the deadline, a client that went away: leaving the
+                scopes of an attempt cancels the prefill and ends the request on the decode worker. There is no
+                other way out of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import replace
+
+from router.attempt import AttemptFailed, Receiver, blaming, stand_by
+from router.live import LiveRequest
+from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent, SummaryEvent
+from router.placement import Demand, Pair, Refusal, WorkerKey, place
+from router.tally import Tally
+from router.waiting import first_of
+from router.worker_entry import ServedModel, WorkerLife
+from router.workers import WorkerTable
+from twinstage.errors import (
+    DeadlineExceeded,
+    InternalError,
+    KvExhausted,
+    NoWorker,
+    StreamBroken,
+    TwinstageError,
+)
+from twinstage.lifecycle import CancelledOutcome, Failed, Finished, RouterPhase, router_lifecycle
+from twinstage.rpc.clients import DecodeSubscription
+from twinstage.telemetry.log import get_logger
+from twinstage.text.stream import TextDelta, TextStream
+from twinstage.types import AdmittedRequest, Finish, FinishReason, KvGrant, RequestId, SequenceSpec, TokenChunk
+
+MAX_ATTEMPTS = 3
+
+logger = get_logger(__name__)
+_turns = itertools.count()  # placements so far; equals take turns, and attempts have names of their own
+
+
+class Flow:
+    """One admitted request on its way to the last token. Events go to the outbox."""
+
+    def __init__(
+        self,
+        request: AdmittedRequest,
+        model: ServedModel,
+        *,
+        workers: WorkerTable,
+        outbox: Outbox,
+        live: LiveRequest,
+        queue_s: float,
+        is_streamed: bool,
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._workers = workers
+        self._outbox = outbox
+        self._live = live
+        self._is_streamed = is_streamed
+        self._tally = Tally(request, queue_s)
+        self._lifecycle = router_lifecycle()
+        self._text = TextStream(model.tokenizer, request.text, request.spec.min_tokens)
+        self._token_ids: list[int] = []  # all that workers have produced, in order
+        self._prompt_announced = False
+
+    async def run(self) -> None:
+        """Serve the request. Raises TwinstageError; the deadline is the caller's to enforce."""
+        try:
+            finish = await self._run_until_ended()
+        except TwinstageError as error:
+            self._lifecycle.finish(Failed(error))
+            raise
+        except asyncio.CancelledError:
+            self._lifecycle.finish(CancelledOutcome())
+            raise
+        self._lifecycle.finish(Finished(finish.reason))
+        self._summarize(finish)
+        logger.debug("request finished", reason=finish.reason.value, tokens=self._text.num_tokens)
+
+    async def _run_until_ended(self) -> Finish:
+        """Attempts, until the generation ends by itself, by its time limit or by an operator."""
+        limit_s = self._request.time_limit_s
+        try:
+            async with self._live.interruptible(None if limit_s is None else time.monotonic() + limit_s):
+                return await self._attempt_until_done()
+        except TimeoutError:
+            reason = FinishReason.CANCELLED if self._live.aborted else FinishReason.TIME_LIMIT
+            delta = self._text.close(Finish(reason=reason))
+            self._send(delta)
+            assert delta.finish is not None
+            return delta.finish
+
+    # --- attempts ---------------------------------------------------------------------------------
+
+    async def _attempt_until_done(self) -> Finish:
+        excluded: frozenset[WorkerKey] = frozenset()
+        avoided: frozenset[WorkerKey] = frozenset()
+        error: TwinstageError | None = None
+        for attempt in range(MAX_ATTEMPTS):
+            turn = next(_turns)
+            pair = self._place(turn, excluded=excluded, avoided=avoided)
+            if isinstance(pair, Refusal):
+                raise self._giving_up(error or _refused(pair, self._model))
+            try:
+                return await self._attempt(pair, turn, retries=attempt)
+            except AttemptFailed as failed:
+                error = failed.error
+                excluded |= failed.workers if failed.is_final else frozenset()
+                avoided |= failed.workers
+                logger.warning("attempt failed", error=str(error), reason=error.reason, tokens=len(self._token_ids))
+        assert error is not None
+        raise self._giving_up(error)
+
+    def _place(self, turn: int, *, excluded: frozenset[WorkerKey], avoided: frozenset[WorkerKey]) -> Pair | Refusal:
+        limit = self._model.description.max_model_len
+        num_tokens = len(self._request.spec.prompt_token_ids) + len(self._token_ids)
+        room = min(self._request.spec.max_tokens - len(self._token_ids), limit - num_tokens)
+        # The first token comes from the prefill worker; the decode worker adds its KV when it makes the second.
+        demand = Demand(num_tokens=num_tokens + 1, needs_decode=room > 1)
+        snapshot = self._workers.snapshot(self._model)
+        return place(demand, snapshot, excluded=excluded, avoided=avoided, turn=turn)
+
+    def _giving_up(self, error: TwinstageError) -> TwinstageError:
+        sent = self._text.num_tokens
+        if not self._is_streamed or not sent:
+            return error
+        return StreamBroken(
+            f"a worker failed after {sent} tokens had been sent, and the request could not be continued: {error}",
+            tokens_sent=sent,
+        )
+
+    async def _attempt(self, pair: Pair, turn: int, *, retries: int) -> Finish:
+        """One try on one pair of workers, from reservation to last token."""
+        self._lifecycle.advance(RouterPhase.PLACED)
+        prefill = self._workers.life(pair.prefill)
+        decode = self._workers.life(pair.decode) if pair.decode is not None else None
+        self._tally.placed(
+            prefill_worker=prefill.description.worker_id,
+            decode_worker=decode.description.worker_id if decode is not None else "",
+            retries=retries,
+        )
+        # A name of its own for each attempt: what is still under way for an earlier one cannot be taken for this one's.
+        spec = replace(
+            self._request.spec,
+            request_id=RequestId(f"{self._request.spec.request_id}#{turn}"),
+            resumed_token_ids=tuple(self._token_ids),
+        )
+        with stand_by(decode, spec) as subscription:
+            if decode is None or subscription is None:
+                finish = await self._prefill(spec, prefill)
+            else:
+                grant = await self._reserve(spec, decode)
+                finish = await self._prefill(spec, prefill, Receiver(decode, grant, subscription))
+                finish = finish or await self._decode(decode, subscription)
+        if finish is None:
+            raise InternalError(f"worker {prefill.key.worker_id} did not end a request of one token")
+        return finish
+
+    async def _reserve(self, spec: SequenceSpec, decode: WorkerLife) -> KvGrant:
+        """Blocks on the decode worker, for which the request waits while the pool is full."""
+        self._lifecycle.advance(RouterPhase.RESERVING)
+        assert decode.session is not None
+        with blaming(decode):
+            grant, queue_s = await decode.session.reserve(spec, deadline_s=self._remaining_s)
+        self._tally.reserved(queue_s)
+        return grant
+
+    async def _prefill(
+        self, spec: SequenceSpec, prefill: WorkerLife, receiver: Receiver | None = None
+    ) -> Finish | None:
+        """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
+        self._lifecycle.advance(RouterPhase.PREFILLING)
+        blamed = (prefill,) if receiver is None else (prefill, receiver.worker)
+        grant = receiver.grant if receiver is not None else None
+        num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
+        with blaming(*blamed), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
+            with prefill.ledger.placed(tokens=num_tokens):
+                guards = [receiver.broken()] if receiver is not None else []
+                first = await first_of(call.first_token(), *guards)
+            self._tally.prefilled(first)
+            finish = self._deliver(first.chunk)
+            if finish is not None or receiver is None:
+                self._tally.ended_on_prefill()
+                return finish
+            self._tally.handed_over(await first_of(call.handed_over(), receiver.broken()))
+            return None
+
+    async def _decode(self, decode: WorkerLife, subscription: DecodeSubscription) -> Finish:
+        """The other tokens, as the decode worker makes them."""
+        self._lifecycle.advance(RouterPhase.DECODING)
+        while True:
+            with blaming(decode):
+                update = await subscription.receive()
+            if update.totals is not None:
+                self._tally.decoded(update.totals)
+            finish = self._deliver(
+                TokenChunk(request_id=subscription.request_id, tokens=update.tokens, finish=update.finish)
+            )
+            if finish is not None:
+                return finish
+
+    @property
+    def _remaining_s(self) -> float:
+        """Time left until the deadline. Raises DeadlineExceeded when there is none."""
+        remaining_s = self._request.deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the request's deadline is over")
+        return remaining_s
+
+    # --- what the client gets ---------------------------------------------------------------------
+
+    def _deliver(self, chunk: TokenChunk) -> Finish | None:
+        """Turn tokens into text and send it. Returns how the generation ended, if it did."""
+        self._token_ids += [token.token_id for token in chunk.tokens]
+        delta = self._text.push(chunk)
+        self._send(delta)
+        return delta.finish
+
+    def _send(self, delta: TextDelta) -> None:
+        if not self._prompt_announced:
+            # Not before the first token: a stream that has begun can no longer be retried by the client's gRPC.
+            self._prompt_announced = True
+            self._outbox.put(
+                PromptEvent(
+                    request_id=self._live.request_id,
+                    model=self._model.name,
+                    prompt_tokens=len(self._request.spec.prompt_token_ids),
+                )
+            )
+        if delta.text or delta.tokens:
+            self._outbox.put(DeltaEvent(index=0, text=delta.text, tokens=delta.tokens))
+
+    def _summarize(self, finish: Finish) -> None:
+        self._outbox.put(FinishEvent(index=0, finish=finish))
+        self._outbox.put(
+            SummaryEvent(
+                usage=self._tally.usage(self._text.num_tokens),
+                timing=self._tally.timing(),
+                placement=self._tally.placement,
+            )
+        )
+
+
+def _refused(refusal: Refusal, model: ServedModel) -> TwinstageError:
+    """What a client is told whose request cannot be placed."""
+    if refusal is Refusal.TOO_LARGE:
+        return KvExhausted(f"{refusal.value}; send a shorter one")
+    return NoWorker(f"{refusal.value} for model {model.name!r}; try again")

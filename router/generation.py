@@ -1,0 +1,147 @@
+"""Generation calls: from what a client sent to the outbox from which it is answered.
+
+    name it -> find the model -> check the fields -> permit -> tokenize -> flow
+
+Everything after the checks runs in a task of its own, under the request's deadline. Leaving `open` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from router.admission import Admission, check_fields
+from router.catalog import find_model
+from router.flow import Flow
+from router.gate import Gate
+from router.live import LiveRequest, LiveRequests
+from router.outbox import Outbox
+from router.worker_entry import ServedModel
+from router.workers import WorkerTable
+from twinstage.errors import Cancelled, DeadlineExceeded
+from twinstage.telemetry.log import get_logger
+from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long a request may take: what its client says, within `longest_s`, or `default_s` when it says nothing."""
+
+    default_s: float
+    longest_s: float
+
+    def deadline_s(self, asked_s: float | None) -> float:
+        """The deadline on the loop's clock."""
+        return time.monotonic() + (self.default_s if asked_s is None else min(asked_s, self.longest_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCall:
+    """A call in progress."""
+
+    request_id: str
+    model: ServedModel
+    outbox: Outbox
+
+
+class Generation:
+    """Opens generation calls."""
+
+    def __init__(
+        self, *, workers: WorkerTable, admission: Admission, gate: Gate, live: LiveRequests, deadlines: Deadlines
+    ) -> None:
+        self._workers = workers
+        self._admission = admission
+        self._gate = gate
+        self._live = live
+        self._deadlines = deadlines
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, raw: RawGenerationRequest, *, timeout_s: float | None, is_streamed: bool, fallback_id: str = ""
+    ) -> AsyncIterator[OpenCall]:
+        """Start a request; its events, or its error, come from the outbox.
+
+        `fallback_id` names the request when its caller did not. Raises what admission refuses.
+        """
+        arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
+        model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
+        check_fields(raw, model)
+        with self._live.register(choose_request_id(raw.request_id, fallback_id, self._live)) as live:
+            call = _Call(
+                raw=raw, model=model, live=live, arrived_s=arrived_s, deadline_s=deadline_s, is_streamed=is_streamed
+            )
+            outbox = Outbox()
+            task = asyncio.create_task(self._run(call, outbox), name=f"request {live.request_id}")
+            try:
+                yield OpenCall(request_id=live.request_id, model=model, outbox=outbox)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, call: _Call, outbox: Outbox) -> None:
+        """Run one request; everything it raises goes to its client by way of the outbox."""
+        try:
+            try:
+                async with asyncio.timeout_at(call.deadline_s):
+                    await self._admit_and_flow(call, outbox)
+            except TimeoutError:
+                raise DeadlineExceeded("the request's deadline is over") from None
+        except Exception as error:  # the outermost frame of this task; the call's handler re-raises it
+            outbox.close(error)
+        else:
+            outbox.close()
+
+    async def _admit_and_flow(self, call: _Call, outbox: Outbox) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with call.live.interruptible():
+                    permit = self._gate.permit(deadline_s=call.deadline_s, priority=call.raw.priority)
+                    queue_s = await stack.enter_async_context(permit)
+                    request = await self._admit(call)
+            except TimeoutError:
+                if not call.live.aborted:
+                    raise
+                raise Cancelled("an operator ended the request before it was placed") from None
+            flow = Flow(
+                request,
+                call.model,
+                workers=self._workers,
+                outbox=outbox,
+                live=call.live,
+                queue_s=queue_s,
+                is_streamed=call.is_streamed,
+            )
+            await flow.run()
+
+    async def _admit(self, call: _Call) -> AdmittedRequest:
+        return await self._admission.admit(
+            call.raw,
+            call.model,
+            request_id=call.live.request_id,
+            arrived_s=call.arrived_s,
+            deadline_s=call.deadline_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    raw: RawGenerationRequest
+    model: ServedModel
+    live: LiveRequest
+    arrived_s: float
+    deadline_s: float
+    is_streamed: bool
+
+
+def choose_request_id(asked: str, fallback: str, live: LiveRequests) -> str:
+    """The caller's id (`register` sees to it that it is free), else the fallback if it is free, else a new one."""
+    if asked:
+        return asked
+    return fallback if fallback and fallback not in live else uuid.uuid4().hex

@@ -1,0 +1,83 @@
+"""The requests that are in progress, by id: no two share an id, and an operator may end one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from twinstage.errors import AlreadyExists, NotFound
+
+
+class LiveRequest:
+    """One request in progress, and the switch that ends it softly."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.aborted = False
+        self._scope: asyncio.Timeout | None = None
+
+    def abort(self) -> None:
+        """End the request's present `interruptible` block, or its next one, with TimeoutError."""
+        self.aborted = True
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(0.0)
+
+    @contextlib.asynccontextmanager
+    async def interruptible(self, until_s: float | None = None) -> AsyncIterator[None]:
+        """A block that ends with TimeoutError at `until_s` of the loop's clock or when the request is aborted."""
+        async with asyncio.timeout_at(0.0 if self.aborted else until_s) as scope:
+            self._scope = scope
+            try:
+                yield
+            finally:
+                self._scope = None
+
+
+class LiveRequests:
+    """All requests in progress."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, LiveRequest] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @contextlib.contextmanager
+    def register(self, request_id: str) -> Iterator[LiveRequest]:
+        """Hold `request_id` for as long as the block lasts. Raises AlreadyExists."""
+        if request_id in self._requests:
+            raise AlreadyExists(
+                f"a request with the id {request_id!r} is in progress; choose another id or leave it out",
+                resource_type="request",
+                resource_name=request_id,
+            )
+        live = LiveRequest(request_id)
+        self._requests[request_id] = live
+        self._idle.clear()
+        try:
+            yield live
+        finally:
+            del self._requests[request_id]
+            if not self._requests:
+                self._idle.set()
+
+    def abort(self, request_id: str) -> None:
+        """End a request softly. Raises NotFound."""
+        live = self._requests.get(request_id)
+        if live is None:
+            raise NotFound(
+                f"no request with the id {request_id!r} is in progress",
+                resource_type="request",
+                resource_name=request_id,
+            )
+        live.abort()
+
+    async def wait_idle(self) -> None:
+        """Return when no request is in progress."""
+        await self._idle.wait()

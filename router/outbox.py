@@ -1,0 +1,94 @@
+"""The outbox: events on their way from a request's flow to its client.
+
+The flow never waits for the client. What the client has not taken yet is joined, so a slow client gets fewer and longer
+deltas, and no more is ever held than the request's own text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from twinstage.types import Finish, Placement, ProducedToken, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEvent:
+    """The prompt was computed; the first event of a call."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaEvent:
+    """New text and tokens of one continuation."""
+
+    index: int
+    text: str
+    tokens: tuple[ProducedToken, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEvent:
+    """The end of one continuation."""
+
+    index: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryEvent:
+    """The totals; the last event of a call."""
+
+    usage: Usage
+    timing: Timing
+    placement: Placement
+
+
+Event = PromptEvent | DeltaEvent | FinishEvent | SummaryEvent
+
+
+class Outbox:
+    """Events for one reader, who takes them with `events()`."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Event] = deque()
+        self._news = asyncio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be put any more."""
+        return self._closed
+
+    def put(self, event: Event) -> None:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(event, DeltaEvent) and isinstance(last, DeltaEvent) and last.index == event.index:
+            self._pending[-1] = DeltaEvent(
+                index=event.index, text=last.text + event.text, tokens=last.tokens + event.tokens
+            )
+        else:
+            self._pending.append(event)
+        self._news.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing follows. The reader gets `error` after the events that were put before it."""
+        self._closed = True
+        self._error = error
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[Event]:
+        while True:
+            while self._pending:
+                yield self._pending.popleft()
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._news.clear()
+            await self._news.wait()

@@ -1,0 +1,116 @@
+"""Placement: which prefill worker and which decode worker serve a request.
+
+A pure function of a snapshot. It chooses the prefill worker with the fewest prompt tokens waiting and the decode worker
+with room and the fewest sequences; equals take turns. Workers that failed this request fatally are excluded, those that
+failed it otherwise are taken only when there is no other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twinstage.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """One life of a worker: a restarted worker has another epoch and is another worker."""
+
+    worker_id: WorkerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A worker that is ready, with its load: as reported, plus what the router has placed on it since."""
+
+    key: WorkerKey
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request needs: KV room for `num_tokens` on a decode worker, unless it ends with its first token."""
+
+    num_tokens: int
+    needs_decode: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The workers of one model that are ready at this moment."""
+
+    prefill: tuple[Candidate, ...]
+    decode: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Where a request goes; `decode` is None when it ends on the prefill worker."""
+
+    prefill: WorkerKey
+    decode: WorkerKey | None
+
+
+class Refusal(enum.Enum):
+    """Why a request cannot be placed."""
+
+    NO_PREFILL_WORKER = "no prefill worker is ready"
+    NO_DECODE_WORKER = "no decode worker is ready"
+    TOO_LARGE = "no decode worker has enough KV blocks for this prompt"
+
+
+def place(
+    demand: Demand,
+    snapshot: Snapshot,
+    *,
+    excluded: frozenset[WorkerKey] = frozenset(),
+    avoided: frozenset[WorkerKey] = frozenset(),
+    turn: int = 0,
+) -> Pair | Refusal:
+    """Choose workers. `turn` counts placements; it decides between workers that are equally good."""
+    prefill = [candidate for candidate in snapshot.prefill if candidate.key not in excluded]
+    if not prefill:
+        return Refusal.NO_PREFILL_WORKER
+
+    def prefill_cost(candidate: Candidate) -> tuple[int, ...]:
+        return (candidate.key in avoided, candidate.waiting_tokens, candidate.running + candidate.waiting)
+
+    chosen_prefill = _cheapest(prefill, prefill_cost, turn)
+    if not demand.needs_decode:
+        return Pair(prefill=chosen_prefill.key, decode=None)
+
+    decode = [candidate for candidate in snapshot.decode if candidate.key not in excluded]
+    if not decode:
+        return Refusal.NO_DECODE_WORKER
+    decode = [candidate for candidate in decode if candidate.blocks_for(demand.num_tokens) <= candidate.total_blocks]
+    if not decode:
+        return Refusal.TOO_LARGE
+
+    def decode_cost(candidate: Candidate) -> tuple[int, ...]:
+        lacks_room = candidate.free_blocks < candidate.blocks_for(demand.num_tokens)
+        return (
+            candidate.key in avoided,
+            lacks_room,
+            candidate.running + candidate.waiting,
+            -candidate.free_blocks,
+        )
+
+    return Pair(prefill=chosen_prefill.key, decode=_cheapest(decode, decode_cost, turn).key)
+
+
+def _cheapest(candidates: Sequence[Candidate], cost: Callable[[Candidate], tuple[int, ...]], turn: int) -> Candidate:
+    """The candidate of least cost; of equals, the next one in turn."""
+    least = min(map(cost, candidates))
+    equals = [candidate for candidate in candidates if cost(candidate) == least]
+    return equals[turn % len(equals)]

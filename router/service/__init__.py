@@ -1,0 +1,64 @@
+"""The public services: the only part of the router that knows protobuf and gRPC."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from router.embedding import Embedding
+from router.gate import Gate
+from router.generation import Deadlines, Generation
+from router.live import LiveRequests
+from router.service.admin import AdminServicer
+from router.service.embedding import EmbeddingServicer
+from router.service.generation import GenerationServicer
+from router.service.model import ModelServicer
+from router.service.tokenizer import TokenizerServicer
+from router.workers import WorkerTable
+from twinstage.rpc.health import OVERALL, HealthService
+from twinstage.types import Task
+from twinstage.v1 import admin_pb2_grpc, embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+
+GENERATION_SERVICE = "twinstage.v1.GenerationService"
+EMBEDDING_SERVICE = "twinstage.v1.EmbeddingService"
+TOKENIZER_SERVICE = "twinstage.v1.TokenizerService"
+MODEL_SERVICE = "twinstage.v1.ModelService"
+ADMIN_SERVICE = "twinstage.v1.AdminService"
+SERVICE_NAMES = (GENERATION_SERVICE, EMBEDDING_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
+
+
+def add_services(
+    server: grpc.aio.Server,
+    *,
+    workers: WorkerTable,
+    generation: Generation,
+    embedding: Embedding,
+    embedding_gate: Gate,
+    live: LiveRequests,
+    deadlines: Deadlines,
+    max_live_requests: int,
+) -> None:
+    """Put every public service on a server that has not been started."""
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), server)
+    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(
+        EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines), server
+    )
+    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(workers), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(
+        AdminServicer(workers, live, max_live_requests=max_live_requests), server
+    )
+
+
+def update_health(health: HealthService, workers: WorkerTable) -> None:
+    """Say of each service whether its requests can be served now.
+
+    Listing models and workers needs none of them, so ModelService and AdminService serve as soon as the router does.
+    """
+    models = workers.models.values()
+    ready_tasks = {model.description.task for model in models if model.ready}
+    health.set(OVERALL, bool(ready_tasks))
+    health.set(GENERATION_SERVICE, Task.GENERATE in ready_tasks)
+    health.set(EMBEDDING_SERVICE, Task.EMBED in ready_tasks)
+    health.set(TOKENIZER_SERVICE, bool(workers.models))
+    health.set(MODEL_SERVICE, True)
+    health.set(ADMIN_SERVICE, True)

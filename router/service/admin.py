@@ -1,0 +1,56 @@
+"""AdminService: the router and its workers, for operators."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import twinstage
+from router.live import LiveRequests
+from router.workers import WorkerTable
+from twinstage.errors import FieldViolation, InvalidRequest
+from twinstage.rpc.convert_public import seconds_to_proto, worker_to_proto
+from twinstage.v1 import admin_pb2, admin_pb2_grpc
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """GetServerInfo, ListWorkers and AbortRequest."""
+
+    def __init__(self, workers: WorkerTable, live: LiveRequests, *, max_live_requests: int) -> None:
+        self._workers = workers
+        self._live = live
+        self._max_live_requests = max_live_requests
+        self._started_s = time.monotonic()
+
+    async def GetServerInfo(  # noqa: N802 - the names of methods are the proto's
+        self, request: admin_pb2.GetServerInfoRequest, context: Any
+    ) -> admin_pb2.GetServerInfoResponse:
+        return admin_pb2.GetServerInfoResponse(
+            version=twinstage.__version__,
+            uptime=seconds_to_proto(time.monotonic() - self._started_s),
+            live_requests=len(self._live),
+            max_live_requests=self._max_live_requests,
+        )
+
+    async def ListWorkers(  # noqa: N802
+        self, request: admin_pb2.ListWorkersRequest, context: Any
+    ) -> admin_pb2.ListWorkersResponse:
+        workers = [
+            worker_to_proto(
+                entry.description,
+                entry.load,
+                address=entry.address,
+                state=entry.state.value,
+                detail=entry.shown_detail,
+            )
+            for entry in self._workers.entries
+        ]
+        return admin_pb2.ListWorkersResponse(workers=sorted(workers, key=lambda worker: (worker.id, worker.address)))
+
+    async def AbortRequest(  # noqa: N802
+        self, request: admin_pb2.AbortRequestRequest, context: Any
+    ) -> admin_pb2.AbortRequestResponse:
+        if not request.request_id:
+            raise InvalidRequest([FieldViolation("request_id", "must not be empty")])
+        self._live.abort(request.request_id)
+        return admin_pb2.AbortRequestResponse()

@@ -1,0 +1,116 @@
+"""EmbeddingService: batches at once, or inputs as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from router.embedding import Embedding, EmbeddingResult, Vector
+from router.embedding_stream import EmbeddingStream, StreamRequest, StreamResult
+from router.gate import Gate
+from router.generation import Deadlines
+from router.service.context import seconds_left
+from twinstage.errors import TwinstageError
+from twinstage.rpc.convert_public import (
+    embed_request_from_proto,
+    embedding_to_proto,
+    encode_request_from_proto,
+    encode_stream_request_from_proto,
+    placement_to_proto,
+    timing_to_proto,
+    usage_to_proto,
+)
+from twinstage.rpc.interceptors import current_request_id
+from twinstage.rpc.status import error_to_status
+from twinstage.types import EmbeddingFormat, RawEncodeRequest
+from twinstage.v1 import embedding_pb2, embedding_pb2_grpc
+
+LARGE_ANSWER = 64  # vectors; turning more of them into messages would hold up the event loop
+
+
+class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
+    """Encode, Embed and EncodeStream."""
+
+    def __init__(self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines) -> None:
+        self._embedding = embedding
+        self._gate = gate
+        self._deadlines = deadlines
+
+    async def Encode(  # noqa: N802 - the names of methods are the proto's
+        self, request: embedding_pb2.EncodeRequest, context: Any
+    ) -> embedding_pb2.EncodeResponse:
+        raw = encode_request_from_proto(request)
+        result = await self._embed(raw, context)
+        return embedding_pb2.EncodeResponse(
+            request_id=result.request_id,
+            model=result.model,
+            embeddings=await _vectors_to_proto(result.vectors, raw.format),
+            usage=usage_to_proto(result.usage),
+            timing=timing_to_proto(result.timing),
+            placement=placement_to_proto(result.placement),
+        )
+
+    async def Embed(  # noqa: N802
+        self, request: embedding_pb2.EmbedRequest, context: Any
+    ) -> embedding_pb2.EmbedResponse:
+        raw = embed_request_from_proto(request)
+        result = await self._embed(raw, context)
+        return embedding_pb2.EmbedResponse(
+            request_id=result.request_id,
+            model=result.model,
+            embeddings=await _vectors_to_proto(result.vectors, raw.format),
+            usage=usage_to_proto(result.usage),
+            timing=timing_to_proto(result.timing),
+            placement=placement_to_proto(result.placement),
+        )
+
+    async def _embed(self, raw: RawEncodeRequest, context: Any) -> EmbeddingResult:
+        return await self._embedding.embed(raw, timeout_s=seconds_left(context), fallback_id=current_request_id())
+
+    async def EncodeStream(  # noqa: N802
+        self, request_iterator: AsyncIterator[embedding_pb2.EncodeStreamRequest], context: Any
+    ) -> AsyncIterator[embedding_pb2.EncodeStreamResponse]:
+        formats: list[EmbeddingFormat] = []
+
+        async def requests() -> AsyncIterator[StreamRequest]:
+            async for request in request_iterator:
+                try:
+                    raw = encode_stream_request_from_proto(request)
+                    formats.append(raw.format)
+                    yield raw
+                except TwinstageError as error:
+                    formats.append(EmbeddingFormat.FLOAT)
+                    yield error
+
+        stream = EmbeddingStream(
+            self._embedding, gate=self._gate, deadlines=self._deadlines, timeout_s=seconds_left(context)
+        )
+        async with contextlib.aclosing(stream.results(requests())) as results:
+            index = 0
+            async for result in results:
+                yield _stream_response(index, result, formats[index])
+                index += 1
+
+
+async def _vectors_to_proto(vectors: tuple[Vector, ...], format: EmbeddingFormat) -> list[embedding_pb2.Embedding]:
+    def convert() -> list[embedding_pb2.Embedding]:
+        return [
+            embedding_to_proto(vector.data, index=index, prompt_tokens=vector.prompt_tokens, format=format)
+            for index, vector in enumerate(vectors)
+        ]
+
+    return convert() if len(vectors) <= LARGE_ANSWER else await asyncio.to_thread(convert)
+
+
+def _stream_response(index: int, result: StreamResult, format: EmbeddingFormat) -> embedding_pb2.EncodeStreamResponse:
+    if isinstance(result, Vector):
+        try:
+            embedding = embedding_to_proto(result.data, index=index, prompt_tokens=result.prompt_tokens, format=format)
+            return embedding_pb2.EncodeStreamResponse(index=index, embedding=embedding)
+        except TwinstageError as error:
+            result = error
+    status = error_to_status(result)
+    item_error = embedding_pb2.ItemError(code=status.code.value[0], message=status.message, reason=result.reason)
+    return embedding_pb2.EncodeStreamResponse(index=index, error=item_error)

@@ -1,0 +1,160 @@
+"""GenerationService: one flow per call, streamed as it comes or collected to the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from router.generation import Generation, OpenCall
+from router.outbox import DeltaEvent, FinishEvent, PromptEvent, SummaryEvent
+from router.service.context import seconds_left
+from twinstage.errors import InternalError
+from twinstage.rpc.convert_public import (
+    chat_request_from_proto,
+    chat_result_to_proto,
+    delta_to_proto,
+    finished_to_proto,
+    generate_request_from_proto,
+    generation_result_to_proto,
+    placement_to_proto,
+    prompt_info_to_proto,
+    summary_to_proto,
+    timing_to_proto,
+    usage_to_proto,
+)
+from twinstage.rpc.interceptors import current_request_id
+from twinstage.types import Finish, ProducedToken, RawGenerationRequest
+from twinstage.v1 import generation_pb2, generation_pb2_grpc
+
+StreamMessage = generation_pb2.PromptInfo | generation_pb2.Delta | generation_pb2.Finished | generation_pb2.Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A whole answer."""
+
+    call: OpenCall
+    text: str
+    tokens: tuple[ProducedToken, ...]
+    finish: Finish
+    summary: SummaryEvent
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Generate and Chat, unary and streamed."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def Generate(  # noqa: N802 - the names of methods are the proto's
+        self, request: generation_pb2.GenerateRequest, context: Any
+    ) -> generation_pb2.GenerateResponse:
+        raw = generate_request_from_proto(request)
+        answer = await self._collect(raw, context)
+        result = generation_result_to_proto(
+            answer.text,
+            answer.tokens,
+            index=0,
+            finish=answer.finish,
+            return_token_ids=raw.output.return_token_ids,
+            token_text=answer.call.model.tokenizer.token_text,
+        )
+        return generation_pb2.GenerateResponse(
+            request_id=answer.call.request_id,
+            model=answer.call.model.name,
+            results=[result],
+            usage=usage_to_proto(answer.summary.usage),
+            timing=timing_to_proto(answer.summary.timing),
+            placement=placement_to_proto(answer.summary.placement),
+        )
+
+    async def Chat(  # noqa: N802
+        self, request: generation_pb2.ChatRequest, context: Any
+    ) -> generation_pb2.ChatResponse:
+        raw = chat_request_from_proto(request)
+        answer = await self._collect(raw, context)
+        result = chat_result_to_proto(
+            answer.text,
+            answer.tokens,
+            index=0,
+            finish=answer.finish,
+            return_token_ids=raw.output.return_token_ids,
+            token_text=answer.call.model.tokenizer.token_text,
+        )
+        return generation_pb2.ChatResponse(
+            request_id=answer.call.request_id,
+            model=answer.call.model.name,
+            results=[result],
+            usage=usage_to_proto(answer.summary.usage),
+            timing=timing_to_proto(answer.summary.timing),
+            placement=placement_to_proto(answer.summary.placement),
+        )
+
+    async def GenerateStream(  # noqa: N802
+        self, request: generation_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
+        async with contextlib.aclosing(self._stream(generate_request_from_proto(request), context)) as messages:
+            async for message in messages:
+                yield generation_pb2.GenerateStreamResponse(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]
+
+    async def ChatStream(  # noqa: N802
+        self, request: generation_pb2.ChatRequest, context: Any
+    ) -> AsyncIterator[generation_pb2.ChatStreamResponse]:
+        async with contextlib.aclosing(self._stream(chat_request_from_proto(request), context)) as messages:
+            async for message in messages:
+                yield generation_pb2.ChatStreamResponse(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]
+
+    async def _stream(self, raw: RawGenerationRequest, context: Any) -> AsyncGenerator[StreamMessage, None]:
+        async with self._generation.open(
+            raw, timeout_s=seconds_left(context), is_streamed=True, fallback_id=current_request_id()
+        ) as call:
+            token_text = call.model.tokenizer.token_text
+            async for event in call.outbox.events():
+                match event:
+                    case PromptEvent():
+                        yield prompt_info_to_proto(
+                            request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
+                        )
+                    case DeltaEvent():
+                        yield delta_to_proto(
+                            event.text,
+                            event.tokens,
+                            index=event.index,
+                            return_token_ids=raw.output.return_token_ids,
+                            token_text=token_text,
+                        )
+                    case FinishEvent():
+                        yield finished_to_proto(event.finish, index=event.index)
+                    case SummaryEvent():
+                        yield summary_to_proto(usage=event.usage, timing=event.timing, placement=event.placement)
+
+    async def _collect(self, raw: RawGenerationRequest, context: Any) -> _Answer:
+        texts: list[str] = []
+        tokens: list[ProducedToken] = []
+        finish: Finish | None = None
+        summary: SummaryEvent | None = None
+        async with self._generation.open(
+            raw, timeout_s=seconds_left(context), is_streamed=False, fallback_id=current_request_id()
+        ) as call:
+            async for event in call.outbox.events():
+                match event:
+                    case DeltaEvent():
+                        texts.append(event.text)
+                        tokens += event.tokens
+                    case FinishEvent():
+                        finish = event.finish
+                    case SummaryEvent():
+                        summary = event
+        if finish is None or summary is None:
+            raise InternalError("the request ended without a summary")
+        return _Answer(call=call, text="".join(texts), tokens=tuple(tokens), finish=finish, summary=summary)
+
+
+_FIELDS = {
+    generation_pb2.PromptInfo: "prompt_info",
+    generation_pb2.Delta: "delta",
+    generation_pb2.Finished: "finished",
+    generation_pb2.Summary: "summary",
+}

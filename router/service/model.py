@@ -1,0 +1,39 @@
+"""ModelService: the models that workers have announced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.catalog import find_model
+from router.worker_entry import ServedModel
+from router.workers import WorkerTable
+from twinstage.rpc.convert_public import model_to_proto
+from twinstage.v1 import model_pb2, model_pb2_grpc
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """ListModels and GetModel."""
+
+    def __init__(self, workers: WorkerTable) -> None:
+        self._workers = workers
+
+    async def ListModels(  # noqa: N802 - the names of methods are the proto's
+        self, request: model_pb2.ListModelsRequest, context: Any
+    ) -> model_pb2.ListModelsResponse:
+        models = self._workers.models
+        return model_pb2.ListModelsResponse(models=[_to_proto(models[name]) for name in sorted(models)])
+
+    async def GetModel(  # noqa: N802
+        self, request: model_pb2.GetModelRequest, context: Any
+    ) -> model_pb2.GetModelResponse:
+        model = find_model(self._workers.models, request.name, task=None)
+        return model_pb2.GetModelResponse(model=_to_proto(model))
+
+
+def _to_proto(model: ServedModel) -> model_pb2.Model:
+    return model_to_proto(
+        model.description,
+        prefill_workers=len(model.prefill),
+        decode_workers=len(model.decode),
+        ready=model.ready,
+    )

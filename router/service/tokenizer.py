@@ -1,0 +1,65 @@
+"""TokenizerService: what the router does with text, without inference. All of it runs in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from router.catalog import find_model
+from router.violations import Violations
+from router.worker_entry import ServedModel
+from router.workers import WorkerTable
+from twinstage.errors import FieldViolation, InvalidRequest
+from twinstage.rpc.convert_public import chat_prompt_from_proto
+from twinstage.text.chat_template import render_chat
+from twinstage.types import Task
+from twinstage.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Tokenize, Detokenize and RenderChat."""
+
+    def __init__(self, workers: WorkerTable) -> None:
+        self._workers = workers
+
+    def _model(self, name: str, task: Task | None = None) -> ServedModel:
+        return find_model(self._workers.models, name, task=task)
+
+    async def Tokenize(  # noqa: N802 - the names of methods are the proto's
+        self, request: tokenizer_pb2.TokenizeRequest, context: Any
+    ) -> tokenizer_pb2.TokenizeResponse:
+        tokenizer = self._model(request.model).tokenizer
+        if not request.text:
+            raise InvalidRequest([FieldViolation("text", "must not be empty")])
+        adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
+
+        def tokenize() -> tokenizer_pb2.TokenizeResponse:
+            token_ids = tokenizer.encode(request.text, add_special_tokens=adds)
+            return tokenizer_pb2.TokenizeResponse(token_ids=token_ids, tokens=map(tokenizer.token_piece, token_ids))
+
+        return await asyncio.to_thread(tokenize)
+
+    async def Detokenize(  # noqa: N802
+        self, request: tokenizer_pb2.DetokenizeRequest, context: Any
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        model = self._model(request.model)
+        violations = Violations()
+        violations.check_token_ids("token_ids", request.token_ids, model.description.vocab_size)
+        violations.raise_any()
+        skips = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids), skip_special_tokens=skips)
+        return tokenizer_pb2.DetokenizeResponse(text=text)
+
+    async def RenderChat(  # noqa: N802
+        self, request: tokenizer_pb2.RenderChatRequest, context: Any
+    ) -> tokenizer_pb2.RenderChatResponse:
+        tokenizer = self._model(request.model, Task.GENERATE).tokenizer
+        prompt = chat_prompt_from_proto(request)
+
+        def render() -> tokenizer_pb2.RenderChatResponse:
+            text = render_chat(tokenizer.bundle, prompt)
+            return tokenizer_pb2.RenderChatResponse(
+                text=text, token_ids=tokenizer.encode(text, add_special_tokens=False)
+            )
+
+        return await asyncio.to_thread(render)

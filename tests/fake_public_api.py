@@ -1,0 +1,150 @@
+"""A public API without a model behind it, for tests of clients: what it answers is what it was told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from twinstage.errors import TwinstageError
+from twinstage.rpc.convert_public import seconds_to_proto
+from twinstage.rpc.status import error_to_status
+from twinstage.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    embedding_pb2,
+    embedding_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+TOTALS: dict[str, Any] = {
+    "usage": common_pb2.Usage(prompt_tokens=7, completion_tokens=3, cached_prompt_tokens=1),
+    "timing": common_pb2.Timing(
+        queue=seconds_to_proto(0.001), decode=seconds_to_proto(0.5), total=seconds_to_proto(1.25)
+    ),
+    "placement": common_pb2.Placement(
+        prefill_worker="prefill-0", decode_worker="decode-0", transport="shm", kv_bytes=2048, retries=1
+    ),
+}
+STOPPED: dict[str, Any] = {
+    "finish_reason": common_pb2.FINISH_REASON_STOP,
+    "matched_stop": common_pb2.MatchedStop(token_id=2),
+}
+
+
+@dataclass
+class FakeApi(
+    generation_pb2_grpc.GenerationServiceServicer,
+    embedding_pb2_grpc.EmbeddingServiceServicer,
+    model_pb2_grpc.ModelServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
+):
+    """Streams `texts`; fails with `error` after them, hangs, or leaves out the summary, when told to."""
+
+    texts: tuple[str, ...] = ("Par", "", "is")
+    error: TwinstageError | None = None
+    hangs: bool = False
+    leaves_out_summary: bool = False
+    requests: list[Any] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    address: str = ""
+
+    def GenerateStream(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        return self._stream(request, context, generation_pb2.GenerateStreamResponse)
+
+    def ChatStream(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        return self._stream(request, context, generation_pb2.ChatStreamResponse)
+
+    def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        result = generation_pb2.GenerationResult(text="".join(self.texts), token_ids=[5, 2], **STOPPED)
+        return generation_pb2.GenerateResponse(request_id="r", model="m", results=[result], **TOTALS)
+
+    def Chat(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        message = generation_pb2.ChatMessage(role="assistant", content="".join(self.texts))
+        result = generation_pb2.ChatResult(message=message, **STOPPED)
+        return generation_pb2.ChatResponse(request_id="r", model="m", results=[result], **TOTALS)
+
+    def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        vectors = [
+            embedding_pb2.Embedding(index=index, packed=b"\x00\x00\x80?\x00\x00\x00\xc0", dimensions=2)
+            for index in range(len(request.texts))
+        ]
+        return embedding_pb2.EmbedResponse(request_id="r", model="e", embeddings=vectors, **TOTALS)
+
+    def ListWorkers(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        worker = admin_pb2.Worker(
+            id="decode-0",
+            address="10.0.0.1:50062",
+            role=admin_pb2.WORKER_ROLE_DECODE,
+            state=admin_pb2.WORKER_STATE_READY,
+            model="SmolLM2-135M-Instruct",
+            total_kv_blocks=64,
+            free_kv_blocks=60,
+            kv_bytes_received=3 * 1024 * 1024,
+            transports=["shm", "tcp"],
+        )
+        lost = admin_pb2.Worker(address="10.0.0.2:50061", state=admin_pb2.WORKER_STATE_REFUSED, detail="other layout")
+        return admin_pb2.ListWorkersResponse(workers=[worker, lost])
+
+    def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        model = model_pb2.Model(
+            name="m", task=model_pb2.MODEL_TASK_GENERATE, max_model_len=8192, vocab_size=49152, ready=True
+        )
+        return model_pb2.ListModelsResponse(models=[model])
+
+    def _take(self, request: Any, context: Any) -> None:
+        self.requests.append(request)
+        if self.error is not None:
+            self._abort(context)
+
+    def _abort(self, context: Any) -> None:
+        assert self.error is not None
+        status = error_to_status(self.error, "r")
+        context.set_trailing_metadata(status.trailing_metadata)
+        context.abort(status.code, status.message)
+
+    def _stream(self, request: Any, context: Any, response: Any) -> Iterator[Any]:
+        self.requests.append(request)
+        context.add_callback(self.cancelled.set)
+        yield response(prompt_info=generation_pb2.PromptInfo(request_id="r", model="m", prompt_tokens=7))
+        for text in self.texts:
+            yield response(delta=generation_pb2.Delta(text=text))
+        if self.error is not None:
+            self._abort(context)
+        if self.hangs:
+            self.cancelled.wait(30)
+            return
+        yield response(finished=generation_pb2.Finished(**STOPPED))
+        if not self.leaves_out_summary:
+            yield response(summary=generation_pb2.Summary(**TOTALS))
+
+
+@contextmanager
+def serving(api: FakeApi) -> Iterator[FakeApi]:
+    """Serve on a free port of the loopback interface."""
+    server = grpc.server(ThreadPoolExecutor(8))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(api, server)
+    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(api, server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(api, server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(api, server)
+    api.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield api
+    finally:
+        api.cancelled.set()
+        server.stop(None).wait(10)

@@ -1,0 +1,291 @@
+"""The Python client: what it sends, what it makes of answers and failures, and what leaving a scope does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from fake_public_api import FakeApi, serving
+from twinstage.client import (
+    AsyncTwinstageClient,
+    Delta,
+    Options,
+    Output,
+    PromptInfo,
+    Sampling,
+    Stopping,
+    TwinstageClient,
+)
+from twinstage.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+    KvExhausted,
+    NotFound,
+    NoWorker,
+    StreamBroken,
+    TwinstageError,
+    Unavailable,
+)
+from twinstage.rpc.convert_public import (
+    chat_request_from_proto,
+    embed_request_from_proto,
+    generate_request_from_proto,
+)
+from twinstage.types import (
+    BatchPrompt,
+    ChatMessage,
+    ChatPrompt,
+    Finish,
+    FinishReason,
+    Placement,
+    RawGenerationRequest,
+    Role,
+    Task,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+    Usage,
+)
+
+END = Finish(reason=FinishReason.STOP, matched_token_id=2)
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    with serving(FakeApi()) as served:
+        yield served
+
+
+@pytest.fixture
+def client(api: FakeApi) -> Iterator[TwinstageClient]:
+    with TwinstageClient(api.address) as connected:
+        yield connected
+
+
+EVERYTHING = Options(
+    model="m",
+    request_id="r-1",
+    sampling=Sampling(
+        n=2,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.3,
+        seed=2**64 - 1,
+        logit_bias={7: -1.5},
+    ),
+    stopping=Stopping(
+        max_tokens=9,
+        min_tokens=1,
+        stop=("a",),
+        stop_token_ids=(4,),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        time_limit_s=1.5,
+        has_repetition_detection=True,
+    ),
+    output=Output(logprobs=3, prompt_logprobs=0, return_token_ids=True, skip_special_tokens=False),
+    priority=-3,
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", TextPrompt(text="Hi")),
+        (TokenPrompt(token_ids=(1, 2)), TokenPrompt(token_ids=(1, 2))),
+        (
+            BatchPrompt(prompts=(TextPrompt(text="a"), TokenPrompt(token_ids=(3,)))),
+            BatchPrompt(prompts=(TextPrompt(text="a"), TokenPrompt(token_ids=(3,)))),
+        ),
+    ],
+)
+def test_the_router_reads_what_the_caller_said(
+    api: FakeApi, client: TwinstageClient, prompt: str | TokenPrompt | BatchPrompt, expected: object
+) -> None:
+    client.generate(prompt, EVERYTHING)
+    assert generate_request_from_proto(api.requests[0]) == RawGenerationRequest(
+        prompt=expected,  # type: ignore[arg-type]
+        model="m",
+        request_id="r-1",
+        sampling=EVERYTHING.sampling,
+        stopping=EVERYTHING.stopping,
+        output=EVERYTHING.output,
+        priority=-3,
+    )
+
+
+def test_what_is_left_out_stays_left_out(api: FakeApi, client: TwinstageClient) -> None:
+    client.generate("Hi")
+    assert generate_request_from_proto(api.requests[0]) == RawGenerationRequest(prompt=TextPrompt(text="Hi"))
+
+
+def test_conversations(api: FakeApi, client: TwinstageClient) -> None:
+    prompt = ChatPrompt(
+        messages=(ChatMessage(role="user", content="Hi", name="Ann"),),
+        chat_template="t",
+        chat_template_kwargs={"count": 3, "deep": {"list": [1, None, True]}},
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    client.chat(prompt, EVERYTHING)
+    client.chat([ChatMessage(role="system", content="x")])
+    client.chat("Hello")
+    sent = [chat_request_from_proto(request) for request in api.requests]
+    assert (sent[0].prompt, sent[0].sampling, sent[0].priority) == (prompt, EVERYTHING.sampling, -3)
+    assert sent[1].prompt == ChatPrompt(messages=(ChatMessage(role="system", content="x"),))
+    assert sent[2].prompt == ChatPrompt(messages=(ChatMessage(role="user", content="Hello"),))
+
+
+def test_a_unary_answer(client: TwinstageClient) -> None:
+    for answer in (client.generate("Hi"), client.chat("Hi")):
+        assert (answer.text, answer.request_id, answer.model) == ("Paris", "r", "m")
+        assert answer.results[0].finish == END
+        assert answer.summary.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_prompt_tokens=1)
+        assert answer.summary.timing.total_s == 1.25
+        assert answer.summary.placement == Placement(
+            prefill_worker="prefill-0", decode_worker="decode-0", transport="shm", kv_bytes=2048, retries=1
+        )
+
+
+def test_a_streamed_answer(client: TwinstageClient) -> None:
+    for stream in (client.generate_stream("Hi"), client.chat_stream("Hi")):
+        assert list(stream) == [Delta(text="Par"), Delta(), Delta(text="is"), Delta(finish=END)]
+        assert stream.prompt_info == PromptInfo(request_id="r", model="m", prompt_tokens=7)
+        assert stream.summary is not None
+        assert stream.summary.usage.completion_tokens == 3
+
+
+def test_leaving_the_scope_cancels(api: FakeApi, client: TwinstageClient) -> None:
+    api.hangs = True
+    with client.chat_stream("Hi") as stream:
+        assert next(stream).text == "Par"
+        assert not api.cancelled.is_set()
+    assert api.cancelled.wait(10)
+
+
+def test_a_cancelled_stream_says_so(api: FakeApi, client: TwinstageClient) -> None:
+    api.hangs = True
+    with client.chat_stream("Hi") as stream:
+        next(stream)
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            list(stream)
+
+
+def test_an_end_without_summary_is_no_answer(api: FakeApi, client: TwinstageClient) -> None:
+    api.leaves_out_summary = True
+    with pytest.raises(InternalError, match="summary"):
+        list(client.generate_stream("Hi"))
+
+
+ERRORS = [
+    InvalidRequest([FieldViolation("sampling.temperature", "must not be NaN"), FieldViolation("prompt", "is empty")]),
+    NotFound("no model x", resource_type="model", resource_name="x"),
+    KvExhausted("full", retry_after_s=2.5),
+    NoWorker("nobody", retry_after_s=0.5),
+    StreamBroken("lost", tokens_sent=4),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
+def test_errors_arrive_with_their_parts(api: FakeApi, client: TwinstageClient, error: TwinstageError) -> None:
+    api.error = error
+    with pytest.raises(type(error)) as unary:
+        client.generate("Hi")
+    stream = client.chat_stream("Hi")
+    assert next(stream).text == "Par"
+    with pytest.raises(type(error)) as streamed:
+        list(stream)
+    for caught in (unary.value, streamed.value):
+        assert type(caught) is type(error)
+        assert str(caught) == str(error)
+        assert vars(caught) == vars(error)
+
+
+def test_a_deadline(api: FakeApi, client: TwinstageClient) -> None:
+    api.hangs = True
+    with pytest.raises(DeadlineExceeded):
+        list(client.generate_stream("Hi", Options(timeout_s=0.3)))
+
+
+def test_no_router() -> None:
+    with TwinstageClient("127.0.0.1:1") as client, pytest.raises(Unavailable, match=r"127\.0\.0\.1:1.*twinstage serve"):
+        client.workers()
+
+
+def test_embeddings(api: FakeApi, client: TwinstageClient) -> None:
+    truncation = Truncation(tokens=4, keep_last=False)
+    embeddings = client.embed(["a", "b"], model="e", normalize=False, dimensions=2, truncation=truncation)
+    assert embeddings.vectors == ((1.0, -2.0), (1.0, -2.0))
+    client.embed(["a"], truncation=Truncation(to_model_limit=True))
+    first, second = (embed_request_from_proto(request) for request in api.requests)
+    assert first.inputs == (TextPrompt(text="a"), TextPrompt(text="b"))
+    assert (first.model, first.normalize, first.dimensions, first.truncation) == ("e", False, 2, truncation)
+    assert (second.normalize, second.truncation) == (True, Truncation(to_model_limit=True))
+
+
+def test_workers_and_models(client: TwinstageClient) -> None:
+    ready, refused = client.workers()
+    assert (ready.worker_id, ready.role, ready.state, ready.free_kv_blocks) == ("decode-0", Role.DECODE, "ready", 60)
+    assert (refused.worker_id, refused.role, refused.state, refused.detail) == ("", None, "refused", "other layout")
+    (model,) = client.models()
+    assert (model.name, model.task, model.max_model_len, model.ready) == ("m", Task.GENERATE, 8192, True)
+
+
+async def test_the_asyncio_client(api: FakeApi) -> None:
+    async with AsyncTwinstageClient(api.address) as client:
+        assert (await client.generate("Hi")).text == "Paris"
+        assert (await client.chat("Hi")).results[0].finish == END
+        assert (await client.embed(["a"])).vectors == ((1.0, -2.0),)
+        assert len(await client.workers()) == 2
+        assert (await client.models())[0].name == "m"
+        async with client.chat_stream("Hi") as stream:
+            assert [delta.text async for delta in stream] == ["Par", "", "is", ""]
+        assert stream.summary is not None
+        async with client.generate_stream("Hi") as stream:
+            assert "".join([delta.text async for delta in stream]) == "Paris"
+
+
+async def test_leaving_the_scope_cancels_in_asyncio(api: FakeApi) -> None:
+    api.hangs = True
+    async with AsyncTwinstageClient(api.address) as client, client.chat_stream("Hi") as stream:
+        async for delta in stream:
+            assert delta.text == "Par"
+            break
+        assert not api.cancelled.is_set()
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            _ = [delta async for delta in stream]
+    assert api.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
+async def test_errors_arrive_in_asyncio(api: FakeApi, error: TwinstageError) -> None:
+    api.error = error
+    async with AsyncTwinstageClient(api.address) as client:
+        with pytest.raises(type(error)) as unary:
+            await client.generate("Hi")
+        with pytest.raises(type(error)) as streamed:
+            _ = [delta async for delta in client.generate_stream("Hi")]
+    assert vars(unary.value) == vars(streamed.value) == vars(error)
+
+
+def test_import_is_light() -> None:
+    """Neither torch nor Transformers, and below a second of CPU time."""
+    program = (
+        "import sys, time, twinstage.client, twinstage.cli.main;"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules);"
+        "assert time.process_time() < 1.0, time.process_time()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,663 @@
+"""The decode worker's own parts: reservations, sessions, intake, and every way in which a request ends.
+
+The engine is the real one over a stand-in model; the KV receiver is a stand-in that reports when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from decode_worker.reservations import Reservations, Wish
+from decode_worker.sessions import MAX_UNREAD_MESSAGES, Session, SessionFailure, SessionMessage, SessionStep
+from decode_worker.worker import DecodeWorker
+from twinstage.errors import (
+    AlreadyExists,
+    Cancelled,
+    ComputeFailed,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    KvExhausted,
+    Overloaded,
+    StaleHandle,
+    TransferError,
+    TwinstageError,
+    WorkerLost,
+)
+from twinstage.kv.block_pool import BlockPool, BlockTable
+from twinstage.transfer.receiver import TransferDelegate
+from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
+from twinstage.types import (
+    FinishReason,
+    KvEndpoint,
+    KvGrant,
+    ProducedToken,
+    RequestId,
+    Role,
+    SamplingParameters,
+    SequenceSpec,
+)
+from worker_parts import VOCABULARY_SIZE, StandInRunner, continuation, description, engine_parts, next_token
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 32
+
+
+@dataclass(eq=False)
+class StandInReceiver:
+    """Knows what is expected; the test commits, fails and fences."""
+
+    delegate: TransferDelegate
+    expected: dict[int, KvGrant] = field(default_factory=dict)
+    revoked: dict[int, Callable[[], None]] = field(default_factory=dict)
+    holds_fences: bool = False
+    bytes_received: int = 0
+    endpoints: tuple[KvEndpoint, ...] = (KvEndpoint(transport="tcp", address=":1", host_id="host"),)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.fence_all()
+
+    def expect(self, grant: KvGrant) -> None:
+        self.expected[grant.transfer_id] = grant
+
+    def revoke(self, transfer_id: int, on_fenced: Callable[[], None]) -> None:
+        self.expected.pop(transfer_id, None)
+        if self.holds_fences:
+            self.revoked[transfer_id] = on_fenced
+        else:
+            on_fenced()
+
+    def fence_all(self) -> None:
+        self.holds_fences = False
+        while self.revoked:
+            self.revoked.popitem()[1]()
+
+
+@dataclass(eq=False)
+class Bench:
+    """A decode worker over stand-ins."""
+
+    worker: DecodeWorker
+    receiver: StandInReceiver
+    runner: StandInRunner
+
+    async def commit(self, grant: KvGrant, spec: SequenceSpec, *, num_tokens: int | None = None) -> int:
+        """Hand `spec` over from another thread, as the channel does. Returns the first token."""
+        known = (*spec.prompt_token_ids, *spec.resumed_token_ids)
+        token = next_token(known)
+        commit = HandoverCommit(
+            request_id=spec.request_id,
+            num_tokens=len(known) if num_tokens is None else num_tokens,
+            token=ProducedToken(token_id=token),
+        )
+        received = ReceivedBlocks(kv_bytes=1000, num_blocks=len(grant.block_ids), transport="tcp")
+        await asyncio.to_thread(self.receiver.delegate.committed, grant.transfer_id, commit, received)
+        return token
+
+    async def free_blocks(self) -> int:
+        return (await anext(self.worker.loads.watch(1.0))).free_kv_blocks
+
+    async def all_blocks_free(self) -> None:
+        async with asyncio.timeout(10):
+            await self.worker.wait_idle()
+        assert await self.free_blocks() == self.worker.description.total_kv_blocks
+
+
+@asynccontextmanager
+async def _bench(*, num_blocks: int = NUM_BLOCKS, max_num_sequences: int = 16) -> AsyncIterator[Bench]:
+    runner = StandInRunner()
+    parts = engine_parts(runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_sequences=max_num_sequences)
+    receivers: list[StandInReceiver] = []
+
+    def open_receiver(delegate: TransferDelegate) -> StandInReceiver:
+        receivers.append(StandInReceiver(delegate))
+        return receivers[0]
+
+    worker = DecodeWorker(
+        parts,
+        open_receiver=open_receiver,  # type: ignore[arg-type]
+        description=description(num_blocks=num_blocks, block_size=BLOCK_SIZE, role=Role.DECODE),
+        tokenizer_bundle=b"bundle",
+        loop=asyncio.get_running_loop(),
+    )
+    try:
+        yield Bench(worker=worker, receiver=receivers[0], runner=runner)
+    finally:
+        runner.open_gate()
+        worker.begin_drain()
+        worker.abort_all()
+        receivers[0].fence_all()
+        async with asyncio.timeout(10):
+            await worker.wait_idle()
+        assert await asyncio.to_thread(worker.close) == 0
+
+
+def _spec(
+    length: int = 10, *, request_id: str = "r", max_tokens: int = 8, resumed: tuple[int, ...] = ()
+) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(index % VOCABULARY_SIZE for index in range(5, 5 + length)),
+        sampling=SamplingParameters(temperature=0.0),
+        max_tokens=max_tokens,
+        resumed_token_ids=resumed,
+    )
+
+
+async def _collect(session: Session, request_id: str = "r") -> tuple[list[int], SessionStep]:
+    """The tokens of one request until it finishes, and the step in which it did."""
+    return await _collect_from(session.messages(), request_id)
+
+
+async def _collect_from(
+    messages: AsyncIterator[SessionMessage], request_id: str = "r"
+) -> tuple[list[int], SessionStep]:
+    token_ids: list[int] = []
+    async with asyncio.timeout(10):
+        async for message in messages:
+            assert isinstance(message, SessionStep), message
+            for chunk in message.chunks:
+                if chunk.request_id == request_id:
+                    token_ids += [token.token_id for token in chunk.tokens]
+                    if chunk.finish is not None:
+                        return token_ids, message
+    raise AssertionError("the session ended before the request")
+
+
+async def _failure(session: Session) -> TwinstageError:
+    async with asyncio.timeout(10):
+        async for message in session.messages():
+            if isinstance(message, SessionFailure):
+                return message.error
+    raise AssertionError("the session ended without a failure")
+
+
+# --- one request ----------------------------------------------------------------------------------
+
+
+async def test_a_grant_covers_the_prompt_and_the_tokens_go_to_the_session() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec(10, max_tokens=8)
+        grant, queue_s = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        assert len(grant.block_ids) == 3
+        assert (grant.worker_id, grant.epoch) == ("stand-in", 1)
+        assert len(grant.token) >= 16
+        assert grant.endpoints == bench.receiver.endpoints
+        assert 0 < grant.lease_s <= 60.0
+        assert queue_s < 5
+        first = await bench.commit(grant, spec)
+        token_ids, last = await _collect(session)
+        assert [first, *token_ids] == continuation(spec.prompt_token_ids, 8)
+        (totals,) = last.totals
+        assert (totals.request_id, totals.kv_bytes_received, totals.computed_prompt_tokens) == ("r", 1000, 0)
+        assert last.chunks[0].finish is not None
+        assert last.chunks[0].finish.reason is FinishReason.LENGTH
+        await bench.all_blocks_free()
+        assert (await anext(bench.worker.loads.watch(1.0))).finished == 1
+
+
+async def test_resumed_tokens_are_part_of_what_is_handed_over() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        whole = continuation(_spec().prompt_token_ids, 8)
+        spec = _spec(10, max_tokens=8, resumed=tuple(whole[:4]))
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        assert len(grant.block_ids) == 4, "14 tokens"
+        first = await bench.commit(grant, spec)
+        token_ids, _ = await _collect(session)
+        assert [first, *token_ids] == whole[4:]
+
+
+async def test_one_step_carries_the_tokens_of_all_requests_of_a_session() -> None:
+    async with _bench() as bench:
+        sessions = [bench.worker.open_session(name) for name in ("s", "t")]
+        specs = {name: _spec(8, request_id=name, max_tokens=5) for name in ("a", "b", "c")}
+        grants = {
+            name: (await bench.worker.reserve("t" if name == "c" else "s", spec, timeout_s=60.0))[0]
+            for name, spec in specs.items()
+        }
+        bench.runner.close_gate()
+        await bench.commit(grants["a"], specs["a"])
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        await bench.commit(grants["b"], specs["b"])
+        await bench.commit(grants["c"], specs["c"])
+        bench.runner.open_gate()
+        joined = 0
+        finished: set[str] = set()
+        async with asyncio.timeout(10):
+            async for message in sessions[0].messages():
+                assert isinstance(message, SessionStep)
+                names = [chunk.request_id for chunk in message.chunks]
+                assert "c" not in names
+                joined += len(names) == 2
+                finished |= {totals.request_id for totals in message.totals}
+                if finished == {"a", "b"}:
+                    break
+        assert joined >= 3
+        await _collect(sessions[1], "c")
+        await bench.all_blocks_free()
+
+
+# --- hand-overs that go wrong ---------------------------------------------------------------------
+
+
+async def test_a_commit_is_refused_after_an_abort() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        bench.worker.abort(session, spec.request_id)
+        with pytest.raises(StaleHandle):
+            await bench.commit(grant, spec)
+        await bench.all_blocks_free()
+
+
+async def test_blocks_stay_out_of_use_until_late_writes_are_impossible() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        bench.receiver.holds_fences = True
+        await bench.worker.reserve("s", _spec(), timeout_s=60.0)
+        bench.worker.abort(session, RequestId("r"))
+        assert await bench.free_blocks() == NUM_BLOCKS - 3
+        await asyncio.to_thread(bench.receiver.fence_all)
+        await bench.all_blocks_free()
+
+
+async def test_a_commit_about_something_else_is_refused_and_the_grant_stays() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        with pytest.raises(TransferError, match="9 tokens"):
+            await bench.commit(grant, spec, num_tokens=9)
+        with pytest.raises(TransferError, match="request"):
+            await bench.commit(grant, _spec(request_id="other"))
+        await bench.commit(grant, spec)
+        await _collect(session)
+        with pytest.raises(StaleHandle):
+            await bench.commit(grant, spec)
+
+
+async def test_a_failed_transfer_is_reported_and_its_blocks_return() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        grant, _ = await bench.worker.reserve("s", _spec(), timeout_s=60.0)
+        await asyncio.to_thread(
+            bench.receiver.delegate.failed, grant.transfer_id, TransferError("the sender went away")
+        )
+        error = await _failure(session)
+        assert isinstance(error, TransferError)
+        assert error.retryable
+        await bench.all_blocks_free()
+
+
+async def test_a_grant_that_nobody_uses_ends_with_its_lease() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(), timeout_s=0.05)
+        error = await _failure(session)
+        assert isinstance(error, TransferError)
+        assert "lease" in str(error)
+        await bench.all_blocks_free()
+
+
+async def test_a_committed_request_outlives_its_lease() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=0.3)
+        bench.runner.close_gate()
+        await bench.commit(grant, spec)
+        await asyncio.sleep(grant.lease_s + 0.05)
+        bench.runner.open_gate()
+        token_ids, _ = await _collect(session)
+        assert len(token_ids) == 7
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["abort", "session"])
+@pytest.mark.parametrize("phase", ["reserved", "queued", "decoding"])
+async def test_everything_is_freed_in_every_phase(phase: str, ending: str) -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec(max_tokens=100)
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        if phase == "queued":
+            bench.runner.close_gate()
+        if phase != "reserved":
+            await bench.commit(grant, spec)
+        if phase == "decoding":
+            assert isinstance(await anext(session.messages()), SessionStep)
+        if ending == "abort":
+            bench.worker.abort(session, spec.request_id)
+            bench.worker.abort(session, spec.request_id)
+        else:
+            bench.worker.end_session(session)
+            bench.worker.end_session(session)
+        bench.runner.open_gate()
+        await bench.all_blocks_free()
+
+
+async def test_a_lost_session_refuses_its_reservations_and_leaves_others_alone() -> None:
+    async with _bench(num_blocks=4) as bench:
+        first, second = bench.worker.open_session("s"), bench.worker.open_session("t")
+        await bench.worker.reserve("s", _spec(8, request_id="a"), timeout_s=60.0)
+        mine = asyncio.ensure_future(bench.worker.reserve("s", _spec(12, request_id="b"), timeout_s=60.0))
+        other = asyncio.ensure_future(bench.worker.reserve("t", _spec(12, request_id="c"), timeout_s=60.0))
+        await asyncio.sleep(0)
+        bench.worker.end_session(first)
+        with pytest.raises(WorkerLost):
+            await mine
+        grant, _ = await other
+        assert len(grant.block_ids) == 3
+        with pytest.raises(WorkerLost):
+            await bench.worker.reserve("s", _spec(), timeout_s=60.0)
+        bench.worker.abort(second, RequestId("c"))
+        await bench.all_blocks_free()
+
+
+async def test_a_failed_forward_pass_fails_its_requests_and_the_worker_lives() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        bench.runner.fail_next()
+        await bench.commit(grant, spec)
+        error = await _failure(session)
+        assert isinstance(error, ComputeFailed)
+        assert error.retryable
+        await bench.all_blocks_free()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        await bench.commit(grant, spec)
+        await _collect(session)
+
+
+async def test_a_draining_worker_finishes_what_has_blocks_and_takes_nothing_new() -> None:
+    async with _bench(num_blocks=4) as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec(8, max_tokens=4)
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        waiting = asyncio.ensure_future(bench.worker.reserve("s", _spec(12), timeout_s=60.0))
+        await asyncio.sleep(0)
+        bench.worker.begin_drain()
+        with pytest.raises(Draining):
+            await waiting
+        with pytest.raises(Draining):
+            await bench.worker.reserve("s", spec, timeout_s=60.0)
+        with pytest.raises(Draining):
+            bench.worker.open_session("t")
+        await bench.commit(grant, spec)
+        await bench.all_blocks_free()
+        bench.worker.end_streams()
+        messages = session.messages()
+        token_ids, _ = await _collect_from(messages)
+        assert len(token_ids) == 3
+        with pytest.raises(Draining):
+            await anext(messages)
+
+
+# --- the door -------------------------------------------------------------------------------------
+
+
+async def test_what_can_never_run_is_refused_at_once() -> None:
+    async with _bench(num_blocks=4) as bench:
+        bench.worker.open_session("s")
+        cases: list[tuple[SequenceSpec, type[TwinstageError]]] = [
+            (_spec(0), InvalidRequest),
+            (_spec(256), InvalidRequest),
+            (_spec(16), KvExhausted),  # fills the pool; the next token has no place
+            (_spec(4, max_tokens=2, resumed=(1, 2)), InvalidRequest),
+        ]
+        for spec, error in cases:
+            with pytest.raises(error):
+                await bench.worker.reserve("s", spec, timeout_s=60.0)
+        await bench.all_blocks_free()
+        with pytest.raises(AlreadyExists):
+            bench.worker.open_session("s")
+
+
+async def test_a_full_pool_serves_reservations_in_order_as_blocks_return() -> None:
+    async with _bench(num_blocks=8) as bench:
+        session = bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(20, request_id="holder"), timeout_s=60.0)
+        order: list[str] = []
+
+        async def reserve(name: str, length: int) -> None:
+            await bench.worker.reserve("s", _spec(length, request_id=name), timeout_s=60.0)
+            order.append(name)
+
+        large = asyncio.ensure_future(reserve("large", 24))
+        small = asyncio.ensure_future(reserve("small", 4))
+        await asyncio.sleep(0.05)
+        assert order == [], "the small one does not overtake"
+        assert (await anext(bench.worker.loads.watch(1.0))).waiting == 2
+        bench.worker.abort(session, RequestId("holder"))
+        await asyncio.gather(large, small)
+        assert order == ["large", "small"]
+
+
+async def test_a_reservation_waits_until_its_deadline() -> None:
+    async with _bench(num_blocks=4) as bench:
+        session = bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(8, request_id="holder"), timeout_s=60.0)
+        started_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded):
+            await bench.worker.reserve("s", _spec(12), timeout_s=0.1)
+        assert 0.09 < asyncio.get_running_loop().time() - started_s < 5
+        bench.worker.abort(session, RequestId("holder"))
+        await bench.all_blocks_free()
+
+
+async def test_a_cancelled_reservation_lets_the_next_one_through() -> None:
+    async with _bench(num_blocks=4) as bench:
+        bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(8, request_id="holder"), timeout_s=60.0)
+        large = asyncio.ensure_future(bench.worker.reserve("s", _spec(12), timeout_s=60.0))
+        small = asyncio.ensure_future(bench.worker.reserve("s", _spec(8), timeout_s=60.0))
+        await asyncio.sleep(0)
+        large.cancel()
+        async with asyncio.timeout(5):
+            grant, _ = await small
+        assert len(grant.block_ids) == 2
+
+
+def _reservations(pool: BlockPool, *, headroom: Callable[[], int] = lambda: 0) -> Reservations[BlockTable]:
+    return Reservations(
+        pool,
+        may_take=lambda: True,
+        headroom=headroom,
+        give_up=lambda table: table.release(),
+        on_change=lambda: None,
+    )
+
+
+def _wish(num_blocks: int, name: str = "r") -> Wish:
+    return Wish(request_id=RequestId(name), session_id="s", owner=RequestId(name), num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("ending", ["cancel", "deadline"])
+async def test_blocks_that_came_in_the_moment_of_the_end_go_back(ending: str) -> None:
+    pool = BlockPool(4)
+    reservations = _reservations(pool)
+    holder = pool.allocate(4, owner="holder")
+    timeout_s = 0.05 if ending == "deadline" else 60.0
+    waiting = asyncio.ensure_future(reservations.take(_wish(2), lambda table: table, timeout_s=timeout_s))
+    await asyncio.sleep(0)
+    if ending == "deadline":
+        time.sleep(0.06)  # noqa: ASYNC251 - the event loop must find both at once: the blocks and the end
+    holder.release()
+    reservations.serve()  # the blocks are given,
+    assert pool.num_free == 2
+    if ending == "cancel":
+        waiting.cancel()  # and nobody is there any more to take them
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        result = (await asyncio.gather(waiting, return_exceptions=True))[0]
+        if isinstance(result, BlockTable):
+            result.release()
+        else:
+            assert isinstance(result, DeadlineExceeded)
+    assert pool.num_free == 4
+    assert len(reservations) == 0
+    pool.check_integrity()
+
+
+async def test_the_queue_of_reservations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.reservations.MAX_WAITING", 2)
+    pool = BlockPool(1)
+    holder = pool.allocate(1, owner="holder")
+    reservations = _reservations(pool)
+    waiting = [
+        asyncio.ensure_future(reservations.take(_wish(1, name), lambda table: table, timeout_s=60.0)) for name in "ab"
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(KvExhausted):
+        await reservations.take(_wish(1, "c"), lambda table: table, timeout_s=60.0)
+    reservations.refuse(Draining("over"))
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, Draining)
+    holder.release()
+    assert len(reservations) == 0
+
+
+async def test_running_sequences_keep_room_to_grow() -> None:
+    pool = BlockPool(4)
+    running = 2
+    reservations = _reservations(pool, headroom=lambda: running)
+    waiting = asyncio.ensure_future(reservations.take(_wish(3), lambda table: table, timeout_s=60.0))
+    await asyncio.sleep(0)
+    assert pool.num_free == 4
+    running = 1
+    reservations.serve()
+    (await waiting).release()
+
+
+async def test_an_abort_ends_a_reservation_that_waits() -> None:
+    async with _bench(num_blocks=4) as bench:
+        session = bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(8, request_id="holder"), timeout_s=60.0)
+        waiting = asyncio.ensure_future(bench.worker.reserve("s", _spec(12), timeout_s=60.0))
+        await asyncio.sleep(0)
+        bench.worker.abort(session, RequestId("r"))
+        with pytest.raises(Cancelled):
+            await waiting
+        bench.worker.abort(session, RequestId("holder"))
+        await bench.all_blocks_free()
+
+
+async def test_load_watchers_see_reservations_wait() -> None:
+    async with _bench(num_blocks=4) as bench, aclosing(bench.worker.loads.watch(30.0)) as loads:
+        session = bench.worker.open_session("s")
+        await bench.worker.reserve("s", _spec(8, request_id="holder"), timeout_s=60.0)
+        waiting = asyncio.ensure_future(bench.worker.reserve("s", _spec(12), timeout_s=60.0))
+        async with asyncio.timeout(5):
+            while (await anext(loads)).waiting != 1:
+                pass
+        bench.worker.abort(session, RequestId("holder"))
+        async with asyncio.timeout(5):
+            while (await anext(loads)).waiting != 0:
+                pass
+        await waiting
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+def _step() -> SessionStep:
+    return SessionStep(chunks=(), totals=())
+
+
+async def test_a_session_that_is_not_read_is_given_up() -> None:
+    session = Session("s")
+    for _ in range(MAX_UNREAD_MESSAGES):
+        session.put(_step())
+    assert not session.closed
+    session.put(_step())
+    assert session.closed
+    with pytest.raises(Overloaded):
+        await anext(session.messages())
+
+
+async def test_a_router_that_does_not_read_loses_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.sessions.MAX_UNREAD_MESSAGES", 5)
+    async with _bench() as bench:
+        bench.worker.open_session("s")
+        spec = _spec(max_tokens=100)
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        await bench.commit(grant, spec)
+        await bench.all_blocks_free()
+        with pytest.raises(WorkerLost):
+            await bench.worker.reserve("s", spec, timeout_s=60.0)
+        assert (await anext(bench.worker.loads.watch(1.0))).finished == 0
+
+
+async def test_what_was_said_before_the_end_is_delivered() -> None:
+    session = Session("s")
+    session.put(_step())
+    session.close(WorkerLost("over"))
+    session.put(_step())
+    messages = session.messages()
+    assert await anext(messages) == _step()
+    with pytest.raises(WorkerLost):
+        await anext(messages)
+
+
+async def test_many_requests_through_a_small_pool_are_all_right() -> None:
+    """Reservations, preemptions and aborts at once; every output is right and every block comes back."""
+    async with _bench(num_blocks=12, max_num_sequences=4) as bench:
+        session = bench.worker.open_session("s")
+        specs = {f"r{index}": _spec(3 + index % 9, request_id=f"r{index}", max_tokens=20) for index in range(24)}
+        expected = {name: continuation(spec.prompt_token_ids, 20) for name, spec in specs.items()}
+        outputs: dict[str, list[int]] = {name: [] for name in specs}
+        ended: dict[str, asyncio.Event] = {name: asyncio.Event() for name in specs}
+
+        async def read() -> None:
+            async for message in session.messages():
+                assert isinstance(message, SessionStep), message
+                for chunk in message.chunks:
+                    outputs[chunk.request_id] += [token.token_id for token in chunk.tokens]
+                    if chunk.finish is not None:
+                        ended[chunk.request_id].set()
+
+        async def one(index: int, spec: SequenceSpec) -> None:
+            grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+            if index % 4 == 3:
+                bench.worker.abort(session, spec.request_id)
+                return
+            outputs[spec.request_id].append(next_token(spec.prompt_token_ids))
+            await bench.commit(grant, spec)
+            await ended[spec.request_id].wait()
+
+        reader = asyncio.ensure_future(read())
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(one(index, spec) for index, spec in enumerate(specs.values())))
+        await bench.all_blocks_free()
+        for index, name in enumerate(specs):
+            if index % 4 != 3:
+                assert outputs[name] == expected[name]
+        bench.worker.end_session(session)
+        await reader
+
+
+async def test_an_engine_that_refuses_a_sequence_fails_it_and_leaks_nothing() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        bench.worker._engine.stop()
+        await bench.commit(grant, spec)
+        assert isinstance(await _failure(session), Draining)
+        await bench.all_blocks_free()

@@ -1,0 +1,188 @@
+"""Embedding models against stored vectors of sentence-transformers and against plain Transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, BertConfig, BertModel, RobertaConfig, RobertaModel
+
+from tiny_models import VOCABULARY_SIZE, make_tiny_llama, write_tiny_tokenizer
+from twinstage.errors import ConfigError, InvalidRequest, ModelError
+from twinstage.models.embedding import EmbeddingModel
+from twinstage.models.resolve import resolve_model
+from twinstage.text.bundle import read_bundle
+from twinstage.text.tokenizer import TextTokenizer
+from twinstage.types import Task
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "minilm_reference.json").read_text(encoding="utf-8"))[
+    "sentences"
+]
+TOLERANCE = 1e-5
+MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+def _write_folder(directory: Path, model: Any, *, kinds: tuple[str, ...] = MODULES, pooling: Any = None) -> Path:
+    """Write a sentence-transformers folder in its old format."""
+    model.save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    modules = []
+    for index, kind in enumerate(kinds):
+        path = "" if kind == "Transformer" else f"{index}_{kind}"
+        (directory / path).mkdir(exist_ok=True)
+        modules.append({"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"})
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling or {"pooling_mode_mean_tokens": True}))
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 40, "do_lower_case": False}))
+    return directory
+
+
+def _tiny_bert(**changes: Any) -> BertModel:
+    sizes = {"vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(5)
+    return BertModel(BertConfig(**sizes, num_attention_heads=4, max_position_embeddings=64, **changes)).eval()
+
+
+@pytest.fixture
+def bert_folder(tmp_path: Path) -> Path:
+    return _write_folder(tmp_path / "bert", _tiny_bert())
+
+
+def _inputs(*lengths: int) -> list[list[int]]:
+    return [[(7 * position + 3 * length) % VOCABULARY_SIZE for position in range(length)] for length in lengths]
+
+
+def _mean_pooled(model: Any, token_ids: list[int]) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        vector = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0].mean(0)
+    return (vector / vector.norm()).numpy()
+
+
+def test_vectors_equal_plain_transformers_one_by_one(bert_folder: Path) -> None:
+    model = EmbeddingModel.load(resolve_model(str(bert_folder)))
+    inputs = _inputs(3, 40, 1, 17, 17, 39, 2)
+    vectors = model.encode(inputs)
+    assert vectors.shape == (7, model.dimensions) == (7, 32)
+    assert vectors.dtype == np.float32
+    stock = AutoModel.from_pretrained(bert_folder)
+    for token_ids, vector in zip(inputs, vectors, strict=True):
+        np.testing.assert_allclose(vector, _mean_pooled(stock, token_ids), atol=TOLERANCE)
+    assert model.encode([]).shape == (0, 32)
+
+
+def test_many_inputs_take_several_batches(bert_folder: Path) -> None:
+    model = EmbeddingModel.load(resolve_model(str(bert_folder)))
+    inputs = _inputs(*(1 + index * 7 % 40 for index in range(300)))
+    vectors = model.encode(inputs)
+    for index in (0, 123, 299):
+        np.testing.assert_allclose(vectors[index], model.encode([inputs[index]])[0], atol=TOLERANCE)
+
+
+def test_normalize_is_the_callers_choice_only_without_a_normalize_module(tmp_path: Path) -> None:
+    plain = _write_folder(tmp_path / "plain", _tiny_bert(), kinds=("Transformer", "Pooling"))
+    inputs = _inputs(9)
+    model = EmbeddingModel.load(resolve_model(str(plain)))
+    raw = model.encode(inputs, normalize=False)[0]
+    assert abs(np.linalg.norm(raw) - 1) > 0.01
+    np.testing.assert_allclose(model.encode(inputs, normalize=True)[0], raw / np.linalg.norm(raw), atol=TOLERANCE)
+    folder = _write_folder(tmp_path / "normalizing", _tiny_bert())
+    normalized = EmbeddingModel.load(resolve_model(str(folder))).encode(inputs, normalize=False)[0]
+    assert np.linalg.norm(normalized) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_limits(tmp_path: Path, bert_folder: Path) -> None:
+    resolved = resolve_model(str(bert_folder))
+    assert resolved.task is Task.EMBED
+    assert EmbeddingModel.load(resolved).max_model_len == 40
+    assert EmbeddingModel.load(resolved, max_model_len=12).max_model_len == 12
+    with pytest.raises(ConfigError, match="above 40"):
+        EmbeddingModel.load(resolved, max_model_len=41)
+    model = EmbeddingModel.load(resolved)
+    for wrong in ([], [1] * 41, [VOCABULARY_SIZE], [-1]):
+        with pytest.raises(InvalidRequest, match=r"inputs\[1\]"):
+            model.encode([[1, 2], wrong])
+    torch.manual_seed(5)
+    config = RobertaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=34,
+        pad_token_id=1,
+    )
+    roberta = _write_folder(tmp_path / "roberta", RobertaModel(config))
+    model = EmbeddingModel.load(resolve_model(str(roberta)))
+    assert model.max_model_len == 32  # two positions are not for tokens
+    assert np.isfinite(model.encode([[5] * 32, [6]])).all()
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "message"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, MODULES, "cls_token pooling"),
+        ({"pooling_mode": ["mean", "max"]}, MODULES, "mean and max pooling"),
+        ({"pooling_mode": "lasttoken"}, MODULES, "lasttoken pooling"),
+        (None, ("Transformer", "Pooling", "Dense"), "Dense"),
+    ],
+)
+def test_other_pipelines_are_refused(tmp_path: Path, pooling: Any, kinds: tuple[str, ...], message: str) -> None:
+    folder = _write_folder(tmp_path / "model", _tiny_bert(), kinds=kinds, pooling=pooling)
+    with pytest.raises(ModelError, match=message):
+        EmbeddingModel.load(resolve_model(str(folder)))
+
+
+def test_the_new_format_of_pooling_is_read(tmp_path: Path) -> None:
+    pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}
+    folder = _write_folder(tmp_path / "model", _tiny_bert(), pooling=pooling)
+    assert EmbeddingModel.load(resolve_model(str(folder))).dimensions == 32
+
+
+def test_a_default_prompt_is_refused(bert_folder: Path) -> None:
+    settings = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (bert_folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="prompt of its own"):
+        EmbeddingModel.load(resolve_model(str(bert_folder)))
+
+
+def test_a_missing_pooler_does_not_matter_but_other_weights_do(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = _write_folder(tmp_path / "model", _tiny_bert())
+    path = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("pooler.")}
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert EmbeddingModel.load(resolve_model(str(folder))).dimensions == 32
+    del tensors["encoder.layer.1.output.dense.bias"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"encoder\.layer\.1\.output\.dense\.bias"):
+        EmbeddingModel.load(resolve_model(str(folder)))
+
+
+def test_a_generative_model_is_no_embedding_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not an embedding model"):
+        EmbeddingModel.load(resolve_model(str(make_tiny_llama(tmp_path / "llama"))))
+
+
+@pytest.mark.real_model
+def test_minilm_equals_sentence_transformers() -> None:
+    resolved = resolve_model("demo-embedding")
+    tokenizer = TextTokenizer(read_bundle(resolved.directory))
+    model = EmbeddingModel.load(resolved)
+    assert (model.dimensions, model.max_model_len) == (384, 256)
+    inputs = [tokenizer.encode(entry["text"]) for entry in REFERENCE]
+    assert inputs == [entry["token_ids"] for entry in REFERENCE]
+    expected = np.array([entry["embedding"] for entry in REFERENCE], dtype=np.float32)
+    np.testing.assert_allclose(model.encode(inputs), expected, atol=TOLERANCE)
+
+
+@pytest.mark.real_model
+def test_a_copy_of_the_model_has_the_same_fingerprint(tmp_path: Path) -> None:
+    resolved = resolve_model("demo-embedding")
+    shutil.copytree(resolved.directory, tmp_path / "copy")
+    assert resolve_model(str(tmp_path / "copy")).fingerprint == resolved.fingerprint

@@ -1,0 +1,158 @@
+"""Disaggregated == aggregated == stock Transformers, on the real model, over both transports.
+
+Each disaggregated answer also proves its hand-over: the decode worker computed no prompt token itself, and the bytes
+it received are the blocks of the prompt, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from twinstage.engine.llm import LLM
+
+from harness import ProcessCluster
+from twinstage.models.resolve import resolve_model
+from twinstage.types import SamplingParameters
+from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("equality"), pytest.mark.timeout(400)]
+
+MAX_TOKENS = 64
+BLOCK_SIZE = 16
+# Keys and values of 30 layers with 3 heads of 64 dimensions, in fp32: what SmolLM2-135M keeps of a block's tokens.
+BLOCK_BYTES = 2 * 30 * 3 * 64 * 4 * BLOCK_SIZE
+SEEDED = SamplingParameters(temperature=0.9, top_p=0.95, seed=20_240_229)
+SUBJECTS = ("the sea", "a clockmaker", "winter wheat", "the night train", "an old map", "copper", "two rivers", "bread")
+FORMS = (
+    "{0}",
+    "Write one sentence about {0}.",
+    "Question: what do people say about {0} when nobody listens?\nAnswer:",
+    "Once, long before anyone had written it down, there was {0}. " * 6 + "And then",
+)
+PROMPTS = [form.format(subject) for form in FORMS for subject in SUBJECTS]
+
+
+@pytest.fixture(scope="module")
+def aggregated() -> LLM:
+    return LLM("demo")
+
+
+@pytest.fixture(scope="module")
+def greedy_reference(aggregated: LLM) -> list[tuple[int, ...]]:
+    results = aggregated.generate(PROMPTS, SamplingParameters(temperature=0.0), max_tokens=MAX_TOKENS)
+    return [tuple(result.token_ids) for result in results]
+
+
+@pytest.fixture(scope="module")
+def seeded_reference(aggregated: LLM) -> list[tuple[int, ...]]:
+    results = aggregated.generate(PROMPTS, SEEDED, max_tokens=MAX_TOKENS)
+    return [tuple(result.token_ids) for result in results]
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with ProcessCluster(tmp_path_factory.mktemp(f"equality-{transport}")) as cluster:
+        cluster.start_workers("demo", flags=("--kv-transports", transport, "--kv-cache-bytes", "512MiB"))
+        cluster.start_router()
+        yield cluster
+
+
+def _generate_all(
+    cluster: ProcessCluster, sampling: common_pb2.SamplingOptions
+) -> list[generation_pb2.GenerateResponse]:
+    with cluster.channel() as channel, ThreadPoolExecutor(len(PROMPTS)) as threads:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        def generate(prompt: str) -> generation_pb2.GenerateResponse:
+            request = generation_pb2.GenerateRequest(
+                prompt=prompt,
+                sampling=sampling,
+                stopping=common_pb2.StoppingOptions(max_tokens=MAX_TOKENS),
+                output=common_pb2.OutputOptions(return_token_ids=True),
+            )
+            return stub.Generate(request, timeout=240)
+
+        return list(threads.map(generate, PROMPTS))
+
+
+def _check_hand_over(transport: str, responses: list[generation_pb2.GenerateResponse]) -> None:
+    for response in responses:
+        placement = response.placement
+        blocks = math.ceil(response.usage.prompt_tokens / BLOCK_SIZE)
+        if response.usage.completion_tokens > 1:
+            assert placement.transport == transport
+            assert placement.decode_computed_prompt_tokens == 0
+            assert placement.kv_bytes == blocks * BLOCK_BYTES
+
+
+def test_greedy_is_what_stock_transformers_would_choose(
+    greedy_reference: list[tuple[int, ...]], aggregated: LLM
+) -> None:
+    """Given the same prefix, the stock model's most likely token is the one that was produced, at every position."""
+    torch.set_num_threads(2)
+    stock = AutoModelForCausalLM.from_pretrained(resolve_model("demo").directory, dtype=torch.float32)
+    for prompt, output in zip(PROMPTS, greedy_reference, strict=True):
+        prompt_ids = aggregated.tokenizer.encode(prompt)
+        with torch.inference_mode():
+            logits = stock(torch.tensor([[*prompt_ids, *output]])).logits[0]
+        expected = logits[len(prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
+        assert list(output) == expected, prompt
+
+
+def test_greedy_disaggregated_equals_aggregated(
+    cluster: ProcessCluster, transport: str, greedy_reference: list[tuple[int, ...]]
+) -> None:
+    responses = _generate_all(cluster, common_pb2.SamplingOptions(temperature=0.0))
+    assert [tuple(response.results[0].token_ids) for response in responses] == greedy_reference
+    _check_hand_over(transport, responses)
+    cluster.wait_idle()
+
+
+def test_seeded_disaggregated_equals_aggregated(
+    cluster: ProcessCluster, transport: str, seeded_reference: list[tuple[int, ...]]
+) -> None:
+    sampling = common_pb2.SamplingOptions(temperature=SEEDED.temperature, top_p=SEEDED.top_p, seed=SEEDED.seed)
+    responses = _generate_all(cluster, sampling)
+    assert [tuple(response.results[0].token_ids) for response in responses] == seeded_reference
+    _check_hand_over(transport, responses)
+    cluster.wait_idle()
+
+
+def test_bytes_received_by_the_worker_are_those_of_the_responses(cluster: ProcessCluster, transport: str) -> None:
+    decode = next(role for role in cluster.processes if role.name.startswith("decode"))
+    before = cluster.worker(decode.name).kv_bytes_received
+    responses = _generate_all(cluster, common_pb2.SamplingOptions(temperature=0.0))
+    cluster.wait_idle()
+    assert cluster.worker(decode.name).kv_bytes_received - before == sum(r.placement.kv_bytes for r in responses)
+
+
+def test_a_cancelled_call_does_not_disturb_the_others(
+    cluster: ProcessCluster, greedy_reference: list[tuple[int, ...]]
+) -> None:
+    with cluster.channel() as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateRequest(
+            prompt=PROMPTS[-1],
+            sampling=common_pb2.SamplingOptions(temperature=0.0),
+            stopping=common_pb2.StoppingOptions(max_tokens=MAX_TOKENS),
+            output=common_pb2.OutputOptions(return_token_ids=True),
+        )
+        victim = stub.GenerateStream(request)
+        survivor = stub.Generate.future(request, timeout=120)
+        next(iter(victim))
+        victim.cancel()
+        assert tuple(survivor.result().results[0].token_ids) == greedy_reference[-1]
+        with pytest.raises(grpc.RpcError):
+            list(victim)
+    cluster.wait_idle()

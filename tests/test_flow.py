@@ -1,0 +1,523 @@
+"""The flow of a request, against workers over real gRPC: its ways, its failures, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from fake_workers import BLOCK_BYTES, MAX_MODEL_LEN, FakeCluster, expected_token, until
+from router.admission import Admission
+from router.discovery import parse_source
+from router.gate import Gate
+from router.generation import Deadlines, Generation
+from router.live import LiveRequests
+from router.outbox import DeltaEvent, Event, FinishEvent, PromptEvent, SummaryEvent
+from router.workers import WorkerTable
+from twinstage.errors import (
+    AlreadyExists,
+    Cancelled,
+    ComputeFailed,
+    DeadlineExceeded,
+    InternalError,
+    KvExhausted,
+    NoWorker,
+    StreamBroken,
+    TransferError,
+    TwinstageError,
+    Unavailable,
+    WorkerLost,
+)
+from twinstage.types import (
+    FinishReason,
+    RawGenerationRequest,
+    RawOutput,
+    RawSampling,
+    RawStopping,
+    RequestId,
+    SamplingParameters,
+    SequenceSpec,
+    TextPrompt,
+)
+
+PROMPT = "hello"
+
+
+@dataclass
+class Rig:
+    """A router without its services, on fake workers."""
+
+    cluster: FakeCluster
+    workers: WorkerTable
+    generation: Generation
+    live: LiveRequests
+
+    async def collect(self, raw: RawGenerationRequest, **options: object) -> Answer:
+        return await collect(self.generation, raw, **options)
+
+
+@dataclass
+class Answer:
+    events: list[Event]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, DeltaEvent))
+
+    @property
+    def token_ids(self) -> list[int]:
+        deltas = [event for event in self.events if isinstance(event, DeltaEvent)]
+        return [token.token_id for delta in deltas for token in delta.tokens]
+
+    @property
+    def finish(self) -> FinishEvent:
+        return next(event for event in self.events if isinstance(event, FinishEvent))
+
+    @property
+    def summary(self) -> SummaryEvent:
+        assert isinstance(self.events[-1], SummaryEvent)
+        return self.events[-1]
+
+
+async def collect(
+    generation: Generation, raw: RawGenerationRequest, *, timeout_s: float | None = 20.0, is_streamed: bool = True
+) -> Answer:
+    async with generation.open(raw, timeout_s=timeout_s, is_streamed=is_streamed) as call:
+        return Answer([event async for event in call.outbox.events()])
+
+
+def request(max_tokens: int = 8, **changes: object) -> RawGenerationRequest:
+    stopping = RawStopping(max_tokens=max_tokens)
+    values = {"prompt": TextPrompt(text=PROMPT), "stopping": stopping, "sampling": RawSampling(seed=7), **changes}
+    return RawGenerationRequest(**values)  # type: ignore[arg-type]
+
+
+def expected_text(cluster: FakeCluster, count: int) -> str:
+    from twinstage.text.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer(cluster.bundle)
+    spec = SequenceSpec(
+        request_id=RequestId("x"),
+        prompt_token_ids=tuple(tokenizer.encode(PROMPT)),
+        sampling=SamplingParameters(seed=7),
+        max_tokens=count,
+    )
+    return tokenizer.decode([expected_token(spec, position) for position in range(count)])
+
+
+@contextlib.asynccontextmanager
+async def running(prefill: int = 1, decode: int = 1, max_live: int = 64, **options: object) -> AsyncIterator[Rig]:
+    async with FakeCluster(prefill=prefill, decode=decode, **options) as cluster:  # type: ignore[arg-type]
+        workers = WorkerTable(report_interval_s=0.3)
+        workers.start([parse_source(address) for address in cluster.addresses])
+        executor = ThreadPoolExecutor(1)
+        live = LiveRequests()
+        generation = Generation(
+            workers=workers,
+            admission=Admission(executor),
+            gate=Gate(max_live=max_live, max_queued=64),
+            live=live,
+            deadlines=Deadlines(default_s=30, longest_s=60),
+        )
+        try:
+            await until(lambda: _all_ready(workers, prefill=prefill, decode=decode), what="all workers ready")
+            yield Rig(cluster, workers, generation, live)
+            assert not len(live)
+            await cluster.assert_idle()
+        finally:
+            await workers.close()
+            executor.shutdown()
+
+
+def _all_ready(workers: WorkerTable, *, prefill: int, decode: int) -> bool:
+    model = workers.models.get("fake")
+    return model is not None and (len(model.prefill), len(model.decode)) == (prefill, decode)
+
+
+# --- the ways of a request ------------------------------------------------------------------------
+
+
+async def test_request_crosses_both_workers() -> None:
+    async with running() as rig:
+        answer = await rig.collect(request(8))
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert isinstance(answer.events[0], PromptEvent)
+        assert answer.events[0].prompt_tokens == 5
+        assert answer.finish.finish.reason is FinishReason.LENGTH
+        summary = answer.summary
+        assert (summary.usage.prompt_tokens, summary.usage.completion_tokens) == (5, 8)
+        placement = summary.placement
+        assert (placement.prefill_worker, placement.decode_worker) == ("prefill-0", "decode-0")
+        assert (placement.transport, placement.kv_bytes) == ("shm", 2 * BLOCK_BYTES)
+        assert (placement.retries, placement.decode_computed_prompt_tokens) == (0, 0)
+        timing = summary.timing
+        assert timing.queue_s == pytest.approx(0.001 + 0.004 + 0.005, abs=1e-3)
+        assert (timing.prefill_s, timing.kv_transfer_s, timing.decode_s) == (0.002, 0.003, 0.006)
+        assert 0 < timing.time_to_first_token_s <= timing.total_s
+
+
+async def test_grant_gets_the_host_at_which_the_router_reaches_the_decode_worker() -> None:
+    async with running() as rig:
+        await rig.collect(request(2))
+        grant = rig.cluster.prefill[0].grants[0]
+        assert grant is not None
+        assert [endpoint.address for endpoint in grant.endpoints] == ["/run/kv.sock", "127.0.0.1:7000"]
+
+
+async def test_one_token_needs_no_decode_worker() -> None:
+    async with running() as rig:
+        answer = await rig.collect(request(1))
+        assert answer.text == expected_text(rig.cluster, 1)
+        assert answer.summary.placement.decode_worker == ""
+        assert rig.cluster.prefill[0].grants == [None]
+        assert not rig.cluster.decode[0].script.reached("reserve").is_set()
+
+
+async def test_first_token_that_ends_the_request_gives_the_reservation_back() -> None:
+    async with running() as rig:
+        first = (await rig.collect(request(1))).token_ids[0]
+        stopping = RawStopping(max_tokens=8, stop_token_ids=(first,))
+        answer = await rig.collect(request(stopping=stopping))
+        assert answer.finish.finish.matched_token_id == first
+        assert answer.summary.placement.decode_worker == ""
+        assert answer.summary.placement.kv_bytes == 0
+        await rig.cluster.assert_idle()
+        assert len(rig.cluster.decode[0].aborted) == 1
+
+
+async def test_stop_string_ends_the_request_on_the_worker() -> None:
+    async with running() as rig:
+        whole = expected_text(rig.cluster, 30)
+        stop = whole[3:6]
+        stopping = RawStopping(max_tokens=30, stop=(stop,))
+        rig.cluster.decode[0].script.stall("decode 10")
+        answer = await rig.collect(request(stopping=stopping))
+        assert answer.text == whole[: whole.index(stop)]
+        assert answer.finish.finish.matched_text == stop
+        assert answer.summary.usage.completion_tokens == whole.index(stop) + 3
+        assert answer.summary.placement.kv_bytes == 2 * BLOCK_BYTES
+        await rig.cluster.assert_idle()
+        assert len(rig.cluster.decode[0].aborted) == 1
+
+
+async def test_chat_goes_on_to_the_context_limit() -> None:
+    from twinstage.types import ChatMessage, ChatPrompt
+
+    async with running() as rig:
+        prompt = ChatPrompt(messages=(ChatMessage(role="user", content="hi"),))
+        answer = await rig.collect(RawGenerationRequest(prompt=prompt, sampling=RawSampling(seed=7)))
+        assert answer.finish.finish.reason is FinishReason.CONTEXT_LIMIT
+        usage = answer.summary.usage
+        assert usage.prompt_tokens == len("user:hi;")
+        assert usage.prompt_tokens + usage.completion_tokens == MAX_MODEL_LEN
+
+
+async def test_first_token_is_sent_before_the_hand_over() -> None:
+    async with running() as rig:
+        go_on = rig.cluster.prefill[0].script.stall("hand_over")
+        async with rig.generation.open(request(4), timeout_s=10, is_streamed=True) as call:
+            events = call.outbox.events()
+            assert isinstance(await anext(events), PromptEvent)
+            first = await anext(events)
+            assert isinstance(first, DeltaEvent)
+            assert len(first.tokens) == 1
+            go_on.set()
+            assert isinstance([event async for event in events][-1], SummaryEvent)
+
+
+async def test_slow_client_gets_fewer_and_longer_deltas() -> None:
+    async with running() as rig:
+        async with rig.generation.open(request(40), timeout_s=10, is_streamed=True) as call:
+            events = call.outbox.events()
+            assert isinstance(await anext(events), PromptEvent)
+            await rig.cluster.assert_idle()
+            await until(lambda: call.outbox.is_closed, what="the flow has ended")
+            rest = [event async for event in events]
+        deltas = [event for event in rest if isinstance(event, DeltaEvent)]
+        assert len(deltas) <= 2
+        assert sum(len(delta.tokens) for delta in deltas) == 40
+
+
+async def test_many_requests_use_every_worker() -> None:
+    async with running(prefill=2, decode=3) as rig:
+        answers = await asyncio.gather(*(rig.collect(request(6)) for _ in range(24)))
+        assert {answer.text for answer in answers} == {expected_text(rig.cluster, 6)}
+        assert all(worker.served for worker in rig.cluster.workers)
+
+
+async def test_idle_workers_take_turns() -> None:
+    async with running(prefill=2, decode=2) as rig:
+        for _ in range(4):
+            await rig.collect(request(3))
+        assert [worker.served for worker in rig.cluster.workers] == [2, 2, 2, 2]
+
+
+# --- failures before the first token --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        ("first_token", ComputeFailed("out of luck")),
+        ("first_token", WorkerLost("gone")),
+        ("hand_over", TransferError("checksum")),
+    ],
+)
+async def test_failure_on_prefill_is_retried_elsewhere(phase: str, error: TwinstageError) -> None:
+    async with running(prefill=2) as rig:
+        for worker in rig.cluster.prefill:
+            worker.script.fail(phase, error)
+        rig.cluster.prefill[1].script = type(rig.cluster.prefill[1].script)()
+        for _ in range(2):  # one of the two goes to the worker that fails
+            answer = await rig.collect(request(8))
+            assert answer.text == expected_text(rig.cluster, 8)
+        assert rig.cluster.prefill[0].specs
+
+
+async def test_failed_reservation_is_retried_on_another_decode_worker() -> None:
+    async with running(decode=2) as rig:
+        rig.cluster.decode[0].script.fail("reserve", KvExhausted("full"), times=9)
+        for _ in range(3):
+            answer = await rig.collect(request(8))
+            assert answer.summary.placement.decode_worker == "decode-1"
+
+
+async def test_retries_are_bounded_and_the_last_error_is_told() -> None:
+    async with running() as rig:
+        rig.cluster.prefill[0].script.fail("first_token", ComputeFailed("always"), times=9)
+        with pytest.raises(ComputeFailed, match="always"):
+            await rig.collect(request(8))
+        assert len(rig.cluster.prefill[0].specs) == 3
+
+
+async def test_error_that_no_retry_can_cure_is_told_at_once() -> None:
+    async with running(prefill=2) as rig:
+        for worker in rig.cluster.prefill:
+            worker.script.fail("first_token", InternalError("a bug"))
+        with pytest.raises(InternalError, match="a bug"):
+            await rig.collect(request(8))
+        assert sum(len(worker.specs) for worker in rig.cluster.prefill) == 1
+
+
+async def test_only_prefill_worker_killed_gives_unavailable_within_two_seconds() -> None:
+    async with running() as rig:
+        worker = rig.cluster.prefill[0]
+        worker.script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await worker.script.reached("first_token").wait()
+        started = time.monotonic()
+        await worker.kill()
+        with pytest.raises(Unavailable):
+            await call
+        assert time.monotonic() - started < 2
+        worker.running.clear()
+        with pytest.raises(NoWorker):
+            await rig.collect(request(8))
+
+
+async def test_prefill_worker_killed_while_another_lives_goes_unnoticed() -> None:
+    async with running(prefill=2) as rig:
+        for worker in rig.cluster.prefill:
+            worker.script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        waits = [asyncio.create_task(worker.script.reached("first_token").wait()) for worker in rig.cluster.prefill]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        victim = next(worker for worker in rig.cluster.prefill if worker.script.reached("first_token").is_set())
+        other = next(worker for worker in rig.cluster.prefill if worker is not victim)
+        other.script = type(other.script)()
+        await victim.kill()
+        answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+        for wait in waits:
+            wait.cancel()
+
+
+async def test_silent_worker_is_lost_although_its_connection_stands() -> None:
+    async with running(prefill=1) as rig:
+        worker = rig.cluster.prefill[0]
+        worker.script.stall("first_token")
+        worker.script.stall("load")
+        with pytest.raises(WorkerLost):
+            await rig.collect(request(8))
+
+
+async def test_decode_worker_killed_while_prefill_computes_is_replaced_at_once() -> None:
+    async with running(decode=2) as rig:
+        script = rig.cluster.prefill[0].script
+        script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await script.reached("first_token").wait()
+        victim = next(worker for worker in rig.cluster.decode if worker.reservations)
+        await victim.kill()
+        answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+
+
+# --- failures after the first token ---------------------------------------------------------------
+
+
+async def test_replay_continues_with_the_same_tokens() -> None:
+    async with running(prefill=2, decode=2) as rig:
+        for worker in rig.cluster.decode:
+            worker.script.fail("decode 5", ComputeFailed("mid-way"))
+        rig.cluster.decode[1].script = type(rig.cluster.decode[1].script)()
+        answers = [await rig.collect(request(12)) for _ in range(2)]
+        assert [answer.text for answer in answers] == [expected_text(rig.cluster, 12)] * 2
+        assert sorted(answer.summary.placement.retries for answer in answers) == [0, 1]
+        resumed = [spec for worker in rig.cluster.prefill for spec in worker.specs if spec.resumed_token_ids]
+        assert [len(spec.resumed_token_ids) for spec in resumed] == [5]
+        assert all(answer.summary.usage.completion_tokens == 12 for answer in answers)
+
+
+async def test_decode_worker_killed_while_decoding_is_replaced() -> None:
+    async with running(decode=2) as rig:
+        for worker in rig.cluster.decode:
+            worker.script.stall("decode 5")
+        call = asyncio.create_task(rig.collect(request(12)))
+        waits = [asyncio.create_task(worker.script.reached("decode 5").wait()) for worker in rig.cluster.decode]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        victim = next(worker for worker in rig.cluster.decode if worker.script.reached("decode 5").is_set())
+        for worker in rig.cluster.decode:
+            if worker is not victim:
+                worker.script = type(worker.script)()
+        await victim.kill()
+        assert (await call).text == expected_text(rig.cluster, 12)
+        for wait in waits:
+            wait.cancel()
+
+
+async def test_last_token_of_a_replay_needs_no_decode_worker() -> None:
+    async with running(prefill=1, decode=1) as rig:
+        rig.cluster.decode[0].script.fail("decode 7", ComputeFailed("late"))
+        answer = await rig.collect(request(8))
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert rig.cluster.prefill[0].grants[-1] is None
+
+
+async def test_stream_that_cannot_be_continued_says_how_much_was_sent() -> None:
+    async with running() as rig:
+        decode = rig.cluster.decode[0]
+        decode.script.stall("decode 3")
+        received: list[Event] = []
+
+        async def read() -> None:
+            async with rig.generation.open(request(8), timeout_s=10, is_streamed=True) as call:
+                received.extend([event async for event in call.outbox.events()])
+
+        reading = asyncio.create_task(read())
+        await decode.script.reached("decode 3").wait()
+        await decode.kill()
+        with pytest.raises(StreamBroken) as caught:
+            await reading
+        assert caught.value.tokens_sent == 3
+
+
+async def test_unary_call_that_cannot_be_continued_gets_the_worker_s_error() -> None:
+    async with running() as rig:
+        decode = rig.cluster.decode[0]
+        decode.script.stall("decode 3")
+        call = asyncio.create_task(rig.collect(request(8), is_streamed=False))
+        await decode.script.reached("decode 3").wait()
+        await decode.kill()
+        with pytest.raises(WorkerLost):
+            await call
+
+
+# --- early ends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["reserve", "first_token", "hand_over", "decode 3"])
+async def test_cancellation_frees_both_workers_in_every_phase(phase: str) -> None:
+    async with running() as rig:
+        worker = rig.cluster.prefill[0] if phase in {"first_token", "hand_over"} else rig.cluster.decode[0]
+        worker.script.stall(phase)
+        call = asyncio.create_task(rig.collect(request(8)))
+        await worker.script.reached(phase).wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await rig.cluster.assert_idle()
+        assert (await rig.collect(request(8))).text == expected_text(rig.cluster, 8)
+
+
+@pytest.mark.parametrize("phase", ["reserve", "first_token", "hand_over", "decode 3"])
+async def test_deadline_holds_in_every_phase(phase: str) -> None:
+    async with running() as rig:
+        worker = rig.cluster.prefill[0] if phase in {"first_token", "hand_over"} else rig.cluster.decode[0]
+        worker.script.stall(phase)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await rig.collect(request(8), timeout_s=0.4)
+        assert 0.35 < time.monotonic() - started < 1.5
+        await rig.cluster.assert_idle()
+
+
+async def test_time_limit_returns_what_there_is() -> None:
+    async with running() as rig:
+        rig.cluster.decode[0].script.stall("decode 4")
+        answer = await rig.collect(request(stopping=RawStopping(max_tokens=20, time_limit_s=0.4)))
+        assert answer.finish.finish.reason is FinishReason.TIME_LIMIT
+        assert answer.text == expected_text(rig.cluster, 4)
+        assert answer.summary.usage.completion_tokens == 4
+
+
+async def test_time_limit_before_the_first_token_gives_an_empty_answer() -> None:
+    async with running() as rig:
+        rig.cluster.prefill[0].script.stall("first_token")
+        answer = await rig.collect(request(stopping=RawStopping(max_tokens=20, time_limit_s=0.2)))
+        assert [type(event) for event in answer.events] == [PromptEvent, FinishEvent, SummaryEvent]
+        assert answer.finish.finish.reason is FinishReason.TIME_LIMIT
+
+
+async def test_operator_ends_a_request() -> None:
+    async with running() as rig:
+        rig.cluster.decode[0].script.stall("decode 4")
+        events: list[Event] = []
+        async with rig.generation.open(request(20, request_id="mine"), timeout_s=10, is_streamed=True) as call:
+            async for event in call.outbox.events():
+                events.append(event)
+                if len(Answer(events).token_ids) == 4 and isinstance(event, DeltaEvent):
+                    with pytest.raises(AlreadyExists):
+                        await rig.collect(request(2, request_id="mine"))
+                    rig.live.abort("mine")
+        answer = Answer(events)
+        assert answer.finish.finish.reason is FinishReason.CANCELLED
+        assert answer.text == expected_text(rig.cluster, 4)
+
+
+async def test_operator_ends_a_request_that_waits_for_admission() -> None:
+    async with running(max_live=1) as rig:
+        rig.cluster.prefill[0].script.stall("first_token")
+        first = asyncio.create_task(rig.collect(request(2)))
+        await rig.cluster.prefill[0].script.reached("first_token").wait()
+        second = asyncio.create_task(rig.collect(request(2, request_id="waiting")))
+        await until(lambda: "waiting" in rig.live, what="the second request waits")
+        rig.live.abort("waiting")
+        with pytest.raises(Cancelled):
+            await second
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
+async def test_logprobs_come_with_every_token() -> None:
+    async with running() as rig:
+        answer = await rig.collect(request(6, output=RawOutput(logprobs=0)))
+        deltas = [event for event in answer.events if isinstance(event, DeltaEvent)]
+        tokens = [token for delta in deltas for token in delta.tokens]
+        assert len(tokens) == 6
+        assert all(token.logprobs is not None for token in tokens)
+
+
+async def test_prompt_larger_than_every_pool_is_refused() -> None:
+    async with running(total_blocks=1) as rig:
+        with pytest.raises(KvExhausted):
+            await rig.collect(request(8))
+        assert (await rig.collect(request(1))).text == expected_text(rig.cluster, 1)

@@ -1,0 +1,527 @@
+"""The prefill worker's own parts: the hand-over of a prompt, batches of embeddings, and every way a request can end.
+
+The engine is the real one over a stand-in model; the KV channel is a stand-in that reports when the test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from prefill_worker.embedding import EmbeddingWorker
+from prefill_worker.events import FirstToken, HandedOver
+from prefill_worker.handoff import Handoff
+from prefill_worker.worker import PrefillWorker
+from twinstage.engine.core import ComputedChunk
+from twinstage.errors import (
+    Cancelled,
+    ComputeFailed,
+    Draining,
+    InvalidRequest,
+    KvExhausted,
+    Overloaded,
+    TransferError,
+)
+from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
+from twinstage.types import (
+    FinishReason,
+    KvGrant,
+    ProducedToken,
+    RequestId,
+    SamplingParameters,
+    SequenceSpec,
+    Task,
+    WorkerId,
+)
+from worker_parts import VOCABULARY_SIZE, StandInRunner, description, engine_parts, next_token
+
+BLOCK_SIZE = 4
+
+
+@dataclass(eq=False)
+class StandInTransfer:
+    """Records what is written; the test says how it ends."""
+
+    on_result: Callable[[TransferOutcome], None]
+    reads_blocks: bool = True
+    writes: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    commits: list[HandoverCommit] = field(default_factory=list)
+    aborted: threading.Event = field(default_factory=threading.Event)
+    committed: threading.Event = field(default_factory=threading.Event)
+    holds_result: bool = False
+
+    def write(self, source_block_ids: Sequence[int], position: int) -> None:
+        self.writes.append((tuple(source_block_ids), position))
+
+    def commit(self, commit: HandoverCommit) -> None:
+        self.commits.append(commit)
+        self.committed.set()
+
+    def abort(self) -> None:
+        if not self.aborted.is_set():
+            self.aborted.set()
+            if not self.holds_result:
+                self.end(HandoverFailed(Cancelled("aborted")))
+
+    def end(self, outcome: TransferOutcome) -> None:
+        if self.reads_blocks:
+            self.reads_blocks = False
+            self.on_result(outcome)
+
+
+@dataclass(eq=False)
+class StandInSender:
+    transfers: list[StandInTransfer] = field(default_factory=list)
+    holds_result: bool = False
+
+    def open(self, grant: KvGrant, on_result: Callable[[TransferOutcome], None]) -> StandInTransfer:
+        self.transfers.append(StandInTransfer(on_result=on_result, holds_result=self.holds_result))
+        return self.transfers[-1]
+
+    def close(self) -> None:
+        pass
+
+
+def _grant(num_blocks: int = 8) -> KvGrant:
+    return KvGrant(
+        worker_id=WorkerId("decode"),
+        epoch=1,
+        transfer_id=7,
+        generation=1,
+        token=b"t" * 32,
+        block_ids=tuple(range(num_blocks)),
+        layout_fingerprint="layout",
+        endpoints=(),
+        lease_s=10.0,
+    )
+
+
+def _spec(
+    length: int, *, request_id: str = "r", max_tokens: int = 8, stop: frozenset[int] = frozenset()
+) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId(request_id),
+        prompt_token_ids=tuple(index % VOCABULARY_SIZE for index in range(3, 3 + length)),
+        sampling=SamplingParameters(temperature=0.0),
+        max_tokens=max_tokens,
+        stop_token_ids=stop,
+    )
+
+
+@dataclass(eq=False)
+class Bench:
+    """A prefill worker over stand-ins."""
+
+    worker: PrefillWorker
+    sender: StandInSender
+    runner: StandInRunner
+
+    async def all_blocks_free(self) -> None:
+        async with asyncio.timeout(10):
+            await self.worker.wait_idle()
+        load = await anext(self.worker.loads.watch(1.0))
+        assert load.free_kv_blocks == self.worker.description.total_kv_blocks
+
+
+@asynccontextmanager
+async def _bench(*, num_blocks: int = 32, tokens_per_step: int = 8) -> AsyncIterator[Bench]:
+    runner = StandInRunner()
+    parts = engine_parts(
+        runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, tokens_per_step=tokens_per_step, holds=True
+    )
+    sender = StandInSender()
+    worker = PrefillWorker(
+        parts,
+        sender=sender,  # type: ignore[arg-type]
+        description=description(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        tokenizer_bundle=b"bundle",
+        loop=asyncio.get_running_loop(),
+    )
+    try:
+        yield Bench(worker=worker, sender=sender, runner=runner)
+    finally:
+        runner.open_gate()
+        worker.abort_all()
+        for transfer in sender.transfers:
+            transfer.end(HandoverFailed(Cancelled("the test is over")))
+        async with asyncio.timeout(10):
+            await worker.wait_idle()
+        assert await asyncio.to_thread(worker.close) == 0
+
+
+# --- the hand-over --------------------------------------------------------------------------------
+
+
+def _computed(num_computed: int, total: int, blocks: tuple[int, ...]) -> ComputedChunk:
+    return ComputedChunk(
+        request_id=RequestId("r"), block_ids=blocks, num_computed_tokens=num_computed, total_tokens=total
+    )
+
+
+def test_each_block_is_written_once_when_it_is_complete() -> None:
+    transfer = StandInTransfer(on_result=lambda outcome: None)
+    handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]
+    blocks = (10, 11, 12)
+    handoff.advance(_computed(3, 10, blocks))
+    assert transfer.writes == []
+    handoff.advance(_computed(8, 10, blocks))
+    assert transfer.writes == [((10, 11), 0)]
+    handoff.advance(_computed(10, 10, blocks))
+    assert transfer.writes == [((10, 11), 0), ((12,), 2)]
+
+
+def test_blocks_that_moved_are_not_mixed_with_those_already_written() -> None:
+    transfer = StandInTransfer(on_result=lambda outcome: None)
+    handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]
+    handoff.advance(_computed(4, 8, (10, 11)))
+    handoff.advance(_computed(8, 8, (20, 21)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, token=ProducedToken(token_id=1)))
+    assert transfer.writes == [((10,), 0)]
+    assert transfer.commits == []
+    assert transfer.aborted.is_set()
+    assert isinstance(handoff.refusal, TransferError)
+
+
+def test_nothing_is_written_after_an_abort() -> None:
+    transfer = StandInTransfer(on_result=lambda outcome: None)
+    handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]
+    handoff.abort()
+    handoff.advance(_computed(4, 4, (10,)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=4, token=ProducedToken(token_id=1)))
+    assert transfer.writes == []
+    assert transfer.commits == []
+
+
+# --- one request ----------------------------------------------------------------------------------
+
+
+async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
+    async with _bench() as bench:
+        spec = _spec(18)
+        events = bench.worker.prefill(spec, _grant())
+        first = await anext(events)
+        assert isinstance(first, FirstToken)
+        assert first.chunk.request_id == "r"
+        assert [token.token_id for token in first.chunk.tokens] == [next_token(spec.prompt_token_ids)]
+        assert first.chunk.finish is None
+        (transfer,) = bench.sender.transfers
+        assert await asyncio.to_thread(transfer.committed.wait, 5)
+        assert [position for _, position in transfer.writes] == [0, 2, 4], "two blocks per chunk of 8, then the rest"
+        assert sum(len(blocks) for blocks, _ in transfer.writes) == 5
+        (commit,) = transfer.commits
+        assert (commit.request_id, commit.num_tokens) == ("r", 18)
+        assert commit.token == first.chunk.tokens[0]
+        transfer.end(HandoverDone(transport="shm", kv_bytes=123, seconds=0.5))
+        handed_over = await anext(events)
+        assert isinstance(handed_over, HandedOver)
+        assert (handed_over.transport, handed_over.kv_bytes) == ("shm", 123)
+        assert await anext(events, None) is None
+        await bench.all_blocks_free()
+
+
+async def test_the_source_blocks_stay_until_the_transfer_has_ended() -> None:
+    async with _bench() as bench:
+        bench.sender.holds_result = True
+        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+            await anext(events)
+        (transfer,) = bench.sender.transfers
+        assert transfer.aborted.is_set()
+        load = await anext(bench.worker.loads.watch(1.0))
+        assert load.free_kv_blocks == 32 - 5, "the channel may still read them"
+        transfer.end(HandoverFailed(Cancelled("aborted")))
+        await bench.all_blocks_free()
+
+
+@pytest.mark.parametrize("case", ["max_tokens", "stop"])
+async def test_nothing_is_handed_over_when_the_first_token_is_the_last(case: str) -> None:
+    async with _bench() as bench:
+        spec = _spec(18, max_tokens=1)
+        if case == "stop":
+            spec = _spec(18, stop=frozenset({next_token(spec.prompt_token_ids)}))
+        events = [event async for event in bench.worker.prefill(spec, _grant())]
+        assert len(events) == 1
+        assert isinstance(events[0], FirstToken)
+        finish = events[0].chunk.finish
+        assert finish is not None
+        assert finish.reason is (FinishReason.STOP if case == "stop" else FinishReason.LENGTH)
+        (transfer,) = bench.sender.transfers
+        assert transfer.commits == []
+        assert transfer.aborted.is_set()
+        await bench.all_blocks_free()
+
+
+async def test_no_grant_is_needed_for_one_token() -> None:
+    async with _bench() as bench:
+        events = [event async for event in bench.worker.prefill(_spec(5, max_tokens=1), None)]
+        assert len(events) == 1
+        assert bench.sender.transfers == []
+        await bench.all_blocks_free()
+
+
+async def test_a_failed_transfer_fails_the_request_and_frees_it() -> None:
+    async with _bench() as bench:
+        events = bench.worker.prefill(_spec(18), _grant())
+        await anext(events)
+        bench.sender.transfers[0].end(HandoverFailed(TransferError("the peer went away")))
+        with pytest.raises(TransferError, match="went away"):
+            await anext(events)
+        await bench.all_blocks_free()
+
+
+async def test_a_transfer_that_fails_before_the_first_token_ends_the_prefill() -> None:
+    async with _bench() as bench:
+        bench.runner.close_gate()
+        events = bench.worker.prefill(_spec(18), _grant())
+        waiting = asyncio.ensure_future(anext(events))
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        bench.sender.transfers[0].end(HandoverFailed(TransferError("no way")))
+        with pytest.raises(TransferError):
+            await waiting
+        bench.runner.open_gate()
+        await bench.all_blocks_free()
+
+
+async def test_a_failed_forward_pass_fails_the_request_and_the_worker_lives() -> None:
+    async with _bench() as bench:
+        bench.runner.fail_next()
+        with pytest.raises(ComputeFailed):
+            _ = [event async for event in bench.worker.prefill(_spec(18), _grant())]
+        assert bench.sender.transfers[0].aborted.is_set()
+        await bench.all_blocks_free()
+        events = [event async for event in bench.worker.prefill(_spec(5, max_tokens=1), None)]
+        assert len(events) == 1
+
+
+@pytest.mark.parametrize("phase", ["queued", "computing", "sending"])
+async def test_a_request_can_be_cancelled_in_every_phase(phase: str) -> None:
+    async with _bench(num_blocks=8) as bench:
+        if phase != "sending":
+            bench.runner.close_gate()
+        first = bench.worker.prefill(_spec(24, request_id="first"), _grant())
+        reading = asyncio.ensure_future(anext(first))
+        if phase == "sending":
+            await reading
+            await first.aclose()
+        else:
+            assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+            victim = first
+            if phase == "queued":  # no blocks are left for it
+                victim = bench.worker.prefill(_spec(24, request_id="second"), _grant())
+                reading_victim = asyncio.ensure_future(anext(victim))
+                await asyncio.sleep(0)
+            else:
+                reading_victim = reading
+            reading_victim.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading_victim
+            bench.runner.open_gate()
+            if phase == "queued":
+                assert isinstance(await reading, FirstToken)
+                await first.aclose()
+        await bench.all_blocks_free()
+
+
+async def test_the_same_id_may_come_again_while_its_old_blocks_are_still_read() -> None:
+    async with _bench() as bench:
+        bench.sender.holds_result = True
+        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+            await anext(events)
+        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+            assert isinstance(await anext(events), FirstToken)
+        for transfer in bench.sender.transfers:
+            transfer.end(HandoverFailed(Cancelled("aborted")))
+        await bench.all_blocks_free()
+
+
+async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:
+    async with _bench(num_blocks=4) as bench:
+        for spec, error in [
+            (_spec(0), InvalidRequest),
+            (_spec(1000), InvalidRequest),
+            (_spec(17), KvExhausted),
+            (_spec(4, max_tokens=0), InvalidRequest),
+        ]:
+            with pytest.raises(error):
+                await anext(bench.worker.prefill(spec, _grant()))
+        wrong = SequenceSpec(
+            request_id=RequestId("r"),
+            prompt_token_ids=(1, VOCABULARY_SIZE),
+            sampling=SamplingParameters(),
+            max_tokens=3,
+        )
+        with pytest.raises(InvalidRequest, match="token ids from 0 to"):
+            await anext(bench.worker.prefill(wrong, _grant()))
+        assert bench.sender.transfers == []
+        await bench.all_blocks_free()
+
+
+async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with _bench() as bench:
+        events = bench.worker.prefill(_spec(18), _grant())
+        await anext(events)
+        bench.worker.begin_drain()
+        with pytest.raises(Draining):
+            await anext(bench.worker.prefill(_spec(4), _grant()))
+        load = await anext(bench.worker.loads.watch(1.0))
+        assert load.draining
+        bench.sender.transfers[0].end(HandoverDone(transport="tcp", kv_bytes=1, seconds=0.1))
+        assert isinstance(await anext(events), HandedOver)
+        await bench.all_blocks_free()
+
+
+async def test_aborting_all_ends_every_call_with_draining() -> None:
+    async with _bench() as bench:
+        bench.runner.close_gate()
+        reading = [
+            asyncio.ensure_future(anext(bench.worker.prefill(_spec(18, request_id=str(index)), _grant())))
+            for index in range(3)
+        ]
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        bench.worker.abort_all()
+        for result in await asyncio.gather(*reading, return_exceptions=True):
+            assert isinstance(result, Draining)
+        bench.runner.open_gate()
+        await bench.all_blocks_free()
+
+
+async def test_load_watchers_see_a_request_come_and_go() -> None:
+    async with _bench() as bench, aclosing(bench.worker.loads.watch(30.0)) as loads:
+        assert (await anext(loads)).free_kv_blocks == 32
+        events = bench.worker.prefill(_spec(18), _grant())
+        await anext(events)
+        async with asyncio.timeout(5):
+            assert (await anext(loads)).free_kv_blocks == 27
+        bench.sender.transfers[0].end(HandoverDone(transport="tcp", kv_bytes=1, seconds=0.1))
+        await anext(events)
+        async with asyncio.timeout(5):
+            while (load := await anext(loads)).free_kv_blocks != 32:
+                pass
+        assert load.finished == 1
+
+
+# --- embeddings -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class StandInEncoder:
+    """The vector of an input is its sum and its length. `gate` holds a batch back."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[tuple[int, bool]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def encode(self, token_ids: list[list[int]], *, normalize: bool) -> NDArray[np.float32]:
+        self.batches.append((len(token_ids), normalize))
+        self.entered.set()
+        assert self.gate.wait(10)
+        if self.error is not None:
+            raise self.error
+        return np.array([[sum(item), len(item)] for item in token_ids], dtype=np.float32)
+
+
+@asynccontextmanager
+async def _embedding(encoder: StandInEncoder, *, max_tokens: int = 64) -> AsyncIterator[EmbeddingWorker]:
+    worker = EmbeddingWorker(
+        encoder,
+        description=description(num_blocks=0, block_size=0, task=Task.EMBED),
+        tokenizer_bundle=b"bundle",
+        max_tokens_per_batch=max_tokens,
+    )
+    try:
+        yield worker
+    finally:
+        encoder.gate.set()
+        await worker.wait_idle()
+        assert await asyncio.to_thread(worker.close) == 0
+
+
+def _vectors(vectors: Sequence[bytes]) -> list[list[float]]:
+    return [np.frombuffer(vector, dtype="<f4").tolist() for vector in vectors]
+
+
+async def test_calls_that_wait_are_computed_together_and_answered_apart() -> None:
+    encoder = StandInEncoder()
+    async with _embedding(encoder) as worker:
+        first = asyncio.ensure_future(worker.encode([[1, 2]], normalize=True))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        others = [asyncio.ensure_future(worker.encode([[n], [n, n]], normalize=True)) for n in range(1, 5)]
+        different = asyncio.ensure_future(worker.encode([[9]], normalize=False))
+        await asyncio.sleep(0)
+        load = await anext(worker.loads.watch(1.0))
+        assert (load.running, load.waiting) == (1, 5)
+        encoder.gate.set()
+        assert _vectors((await first).vectors) == [[3.0, 2.0]]
+        for n, call in enumerate(others, start=1):
+            assert _vectors((await call).vectors) == [[float(n), 1.0], [2.0 * n, 2.0]]
+        assert _vectors((await different).vectors) == [[9.0, 1.0]]
+        assert encoder.batches == [(1, True), (8, True), (1, False)]
+
+
+async def test_a_batch_has_a_limit_and_a_large_call_goes_alone() -> None:
+    encoder = StandInEncoder()
+    async with _embedding(encoder, max_tokens=4) as worker:
+        calls = [
+            asyncio.ensure_future(worker.encode(inputs, normalize=True))
+            for inputs in ([[1]], [[1, 2], [3]], [[1] * 9], [[2, 2]])
+        ]
+        await asyncio.sleep(0)
+        encoder.gate.set()
+        await asyncio.gather(*calls)
+        assert [size for size, _ in encoder.batches] == [3, 1, 1]
+
+
+async def test_a_cancelled_call_is_not_computed() -> None:
+    encoder = StandInEncoder()
+    async with _embedding(encoder) as worker:
+        first = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        cancelled = asyncio.ensure_future(worker.encode([[2]], normalize=True))
+        last = asyncio.ensure_future(worker.encode([[3], [4]], normalize=True))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        encoder.gate.set()
+        await asyncio.gather(first, last)
+        assert [size for size, _ in encoder.batches] == [1, 2]
+
+
+async def test_a_failed_batch_fails_its_calls_only() -> None:
+    encoder = StandInEncoder(error=RuntimeError("boom"))
+    async with _embedding(encoder) as worker:
+        encoder.gate.set()
+        with pytest.raises(ComputeFailed, match="boom"):
+            await worker.encode([[1]], normalize=True)
+        encoder.error = None
+        assert _vectors((await worker.encode([[5]], normalize=True)).vectors) == [[5.0, 1.0]]
+
+
+async def test_wrong_inputs_and_too_many_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
+    encoder = StandInEncoder()
+    async with _embedding(encoder) as worker:
+        wrong: list[list[int]]
+        for wrong in ([[]], [[1], [VOCABULARY_SIZE]], [[1] * 1000]):
+            with pytest.raises(InvalidRequest):
+                await worker.encode(wrong, normalize=True)
+        assert (await worker.encode([], normalize=True)).vectors == ()
+        running = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        waiting = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await worker.encode([[1]], normalize=True)
+        worker.begin_drain()
+        with pytest.raises(Draining):
+            await worker.encode([[1]], normalize=True)
+        encoder.gate.set()
+        await asyncio.gather(running, waiting)

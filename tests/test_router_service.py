@@ -1,0 +1,562 @@
+"""The router as its clients see it: every public method over real gRPC, on workers without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fake_workers import FakeCluster, make_bundle, make_model, make_vector, until
+from router.__main__ import Router
+from router.config import RouterSettings
+from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
+from twinstage.engine.settings import read_settings
+from twinstage.errors import ComputeFailed, ConfigError
+from twinstage.types import Task, WorkerLoad
+from twinstage.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    embedding_pb2,
+    embedding_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
+
+MAX_INPUT_TOKENS = 12
+
+
+@dataclass
+class Service:
+    router: Router
+    generators: FakeCluster
+    embedders: FakeCluster
+    channel: grpc.aio.Channel
+
+    @property
+    def generation(self) -> Any:
+        return generation_pb2_grpc.GenerationServiceStub(self.channel)
+
+    @property
+    def embedding(self) -> Any:
+        return embedding_pb2_grpc.EmbeddingServiceStub(self.channel)
+
+    @property
+    def admin(self) -> Any:
+        return admin_pb2_grpc.AdminServiceStub(self.channel)
+
+    @property
+    def health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *flags: str, prefill: int = 1, decode: int = 1, embed: int = 1, wait: bool = True
+) -> AsyncIterator[Service]:
+    bundle = make_bundle(max_input_tokens=MAX_INPUT_TOKENS)
+    embedding_model = make_model(name="embedder", task=Task.EMBED, bundle=bundle)
+    async with (
+        FakeCluster(prefill=prefill, decode=decode) as generators,
+        FakeCluster(prefill=embed, decode=0, model=embedding_model, bundle=bundle, prefix="embed-") as embedders,
+    ):
+        addresses = [*generators.addresses, *embedders.addresses] or ["127.0.0.1:1"]
+        workers = [argument for address in addresses for argument in ("--workers", address)]
+        settings = read_settings(
+            RouterSettings, ["--listen", "127.0.0.1:0", "--report-interval", "0.3", *workers, *flags]
+        )
+        router = Router(settings)
+        await router.start()
+        try:
+            if wait:
+                await until(lambda: all(entry.life and entry.life.load for entry in router.workers.entries), what="all")
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+                yield Service(router, generators, embedders, channel)
+            await generators.assert_idle()
+            await embedders.assert_idle()
+        finally:
+            await router.stop()
+
+
+def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """google.rpc details of a failed call by message name."""
+    metadata = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        for kind in (
+            error_details_pb2.BadRequest,
+            error_details_pb2.ErrorInfo,
+            error_details_pb2.ResourceInfo,
+            error_details_pb2.RetryInfo,
+        ):
+            message = kind()
+            if packed.Unpack(message):
+                found[kind.DESCRIPTOR.name] = message
+    return found
+
+
+async def failing(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+async def test_bare_prompt_works() -> None:
+    async with serving() as service:
+        request = json_format.ParseDict({"prompt": "Hello"}, generation_pb2.GenerateRequest())
+        response = await service.generation.Generate(request, timeout=10)
+        assert len(response.results) == 1
+        assert len(response.results[0].text) == 16
+        assert response.results[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert response.model == "fake"
+        assert response.request_id
+        assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (5, 16)
+        assert response.placement.prefill_worker == "prefill-0"
+        assert response.placement.kv_bytes == 200
+
+
+async def test_stream_equals_unary_and_has_its_events_in_order() -> None:
+    async with serving() as service:
+        request = generation_pb2.GenerateRequest(
+            prompt="Hello",
+            request_id="mine",
+            sampling=common_pb2.SamplingOptions(seed=3),
+            stopping=common_pb2.StoppingOptions(max_tokens=20),
+            output=common_pb2.OutputOptions(logprobs=0, return_token_ids=True),
+        )
+        unary = await service.generation.Generate(request, timeout=10)
+        events = [event async for event in service.generation.GenerateStream(request, timeout=10)]
+        kinds = [event.WhichOneof("event") for event in events]
+        assert kinds[0] == "prompt_info"
+        assert kinds[-2:] == ["finished", "summary"]
+        assert set(kinds[1:-2]) == {"delta"}
+        assert events[0].prompt_info.request_id == "mine"
+        deltas = [event.delta for event in events if event.WhichOneof("event") == "delta"]
+        assert "".join(delta.text for delta in deltas) == unary.results[0].text
+        assert [token for delta in deltas for token in delta.token_ids] == list(unary.results[0].token_ids)
+        assert sum(len(delta.logprobs) for delta in deltas) == len(unary.results[0].logprobs) == 20
+        assert events[-1].summary.usage == unary.usage
+
+
+async def test_chat() -> None:
+    async with serving() as service:
+        request = generation_pb2.ChatRequest(
+            messages=[generation_pb2.ChatMessage(role="user", content="hi")],
+            sampling=common_pb2.SamplingOptions(seed=3),
+        )
+        answer = await service.generation.Chat(request, timeout=10)
+        assert answer.results[0].message.role == "assistant"
+        assert answer.results[0].finish_reason == common_pb2.FINISH_REASON_CONTEXT_LIMIT
+        events = [event async for event in service.generation.ChatStream(request, timeout=10)]
+        text = "".join(event.delta.text for event in events if event.WhichOneof("event") == "delta")
+        assert text == answer.results[0].message.content
+
+
+async def test_bad_fields_come_back_with_their_paths() -> None:
+    async with serving() as service:
+        request = generation_pb2.GenerateRequest(
+            prompt_token_ids=common_pb2.TokenIds(ids=[1, 999]),
+            sampling=common_pb2.SamplingOptions(temperature=float("nan")),
+            stopping=common_pb2.StoppingOptions(stop=["a", ""]),
+        )
+        for call in (service.generation.Generate(request), service.generation.GenerateStream(request).read()):
+            error = await failing(call)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            fields = {violation.field for violation in details(error)["BadRequest"].field_violations}
+            assert fields == {"prompt_token_ids.ids[1]", "sampling.temperature", "stopping.stop[1]"}
+        assert not service.generators.prefill[0].specs
+
+
+async def test_errors_by_the_table() -> None:
+    async with serving() as service:
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x", model="other")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert details(error)["ResourceInfo"].resource_name == "other"
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x", model="embedder")))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert details(error)["ErrorInfo"].reason == "TASK_NOT_SUPPORTED"
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="")))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x" * 64)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        two = common_pb2.SamplingOptions(n=2)
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x", sampling=two)))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        service.generators.prefill[0].script.fail("first_token", ComputeFailed("no"), times=3)
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert details(error)["RetryInfo"].retry_delay.seconds == 1
+
+
+async def test_no_initial_metadata_before_the_first_token() -> None:
+    async with serving() as service:
+        go_on = service.generators.prefill[0].script.stall("first_token")
+        call = service.generation.GenerateStream(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+        metadata = asyncio.create_task(call.initial_metadata())
+        await service.generators.prefill[0].script.reached("first_token").wait()
+        await asyncio.sleep(0.1)
+        assert not metadata.done()
+        go_on.set()
+        assert (await call.read()).WhichOneof("event") == "prompt_info"
+        await metadata
+        call.cancel()
+
+
+@pytest.mark.parametrize("phase", ["first_token", "decode 3"])
+async def test_client_that_goes_away_frees_the_workers(phase: str) -> None:
+    async with serving() as service:
+        worker = service.generators.prefill[0] if phase == "first_token" else service.generators.decode[0]
+        worker.script.stall(phase)
+        call = service.generation.GenerateStream(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+        await asyncio.wait_for(_first_read_or_phase(call, worker.script.reached(phase)), 5)
+        call.cancel()
+        await service.generators.assert_idle()
+        assert (await service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)).results
+
+
+async def _first_read_or_phase(call: Any, reached: asyncio.Event) -> None:
+    reading = asyncio.create_task(call.read())
+    await reached.wait()
+    await asyncio.wait({reading}, timeout=0.05)
+
+
+async def test_deadline_of_the_client_is_honoured() -> None:
+    async with serving() as service:
+        service.generators.decode[0].script.stall("reserve")
+        started = time.monotonic()
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=0.5))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 0.4 < time.monotonic() - started < 1.5
+
+
+async def test_default_timeout_applies_when_the_client_sets_none() -> None:
+    async with serving("--default-timeout", "0.4") as service:
+        service.generators.decode[0].script.stall("reserve")
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello")))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_full_queue_refuses_early_and_says_when_to_come_back() -> None:
+    async with serving("--max-live-requests", "1", "--max-queued-requests", "0") as service:
+        go_on = service.generators.prefill[0].script.stall("first_token")
+        first = service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+        await service.generators.prefill[0].script.reached("first_token").wait()
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details(error)["RetryInfo"].retry_delay.ToMilliseconds() > 0
+        go_on.set()
+        assert (await first).results
+
+
+async def test_two_hundred_calls_fifty_at_a_time() -> None:
+    async with serving(prefill=2, decode=2) as service:
+        slots = asyncio.Semaphore(50)
+
+        async def call() -> str:
+            async with slots:
+                request = generation_pb2.GenerateRequest(prompt="Hello", sampling=common_pb2.SamplingOptions(seed=1))
+                return (await service.generation.Generate(request, timeout=20)).results[0].text
+
+        assert len(set(await asyncio.gather(*(call() for _ in range(200))))) == 1
+
+
+# --- embedding ------------------------------------------------------------------------------------
+
+
+def floats(data: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+def vector_of(text: str, *, normalize: bool) -> list[float]:
+    bundle_ids = _ids(text)
+    return floats(make_vector(bundle_ids, normalize=normalize))
+
+
+def _ids(text: str) -> list[int]:
+    from twinstage.text.tokenizer import TextTokenizer
+
+    return TextTokenizer(make_bundle()).encode(text)
+
+
+async def test_embed_keeps_the_order_over_batches_and_workers() -> None:
+    async with serving(embed=2) as service:
+        texts = ["abcdefghijkl"[: 1 + index % 12] for index in range(300)]
+        response = await service.embedding.Embed(embedding_pb2.EmbedRequest(texts=texts), timeout=10)
+        assert [embedding.index for embedding in response.embeddings] == list(range(300))
+        for text, embedding in zip(texts, response.embeddings, strict=True):
+            assert embedding.values == pytest.approx(vector_of(text, normalize=True))
+            assert embedding.prompt_tokens == len(text)
+            assert embedding.dimensions == 4
+        assert response.usage.prompt_tokens == sum(map(len, texts))
+        assert all(worker.served for worker in service.embedders.prefill)
+        assert max(size for worker in service.embedders.prefill for size in worker.encode_batches) <= 64
+
+
+async def test_embedding_options() -> None:
+    async with serving() as service:
+        request = embedding_pb2.EmbedRequest(texts=["abc"], normalize=False)
+        embedding = (await service.embedding.Embed(request, timeout=10)).embeddings[0]
+        assert list(embedding.values) == vector_of("abc", normalize=False)
+        request = embedding_pb2.EmbedRequest(texts=["abc"], dimensions=2)
+        embedding = (await service.embedding.Embed(request, timeout=10)).embeddings[0]
+        first, second = vector_of("abc", normalize=False)[:2]
+        length = (first**2 + second**2) ** 0.5
+        assert embedding.values == pytest.approx([first / length, second / length])
+        request = embedding_pb2.EmbedRequest(
+            texts=["abc"], normalize=False, format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32
+        )
+        embedding = (await service.embedding.Embed(request, timeout=10)).embeddings[0]
+        assert floats(embedding.packed) == vector_of("abc", normalize=False)
+        request.format = embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT16
+        embedding = (await service.embedding.Embed(request, timeout=10)).embeddings[0]
+        assert list(struct.unpack("<4e", embedding.packed)) == vector_of("abc", normalize=False)
+
+
+async def test_encode_takes_text_and_token_ids_and_refuses_what_is_too_long() -> None:
+    async with serving() as service:
+        inputs = [
+            embedding_pb2.EncodeInput(text="abc"),
+            embedding_pb2.EncodeInput(token_ids=common_pb2.TokenIds(ids=_ids("abc"))),
+        ]
+        response = await service.embedding.Encode(embedding_pb2.EncodeRequest(inputs=inputs), timeout=10)
+        assert list(response.embeddings[0].values) == list(response.embeddings[1].values)
+        inputs.append(embedding_pb2.EncodeInput(text="x" * (MAX_INPUT_TOKENS + 1)))
+        error = await failing(service.embedding.Encode(embedding_pb2.EncodeRequest(inputs=inputs), timeout=10))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(error)["BadRequest"].field_violations[0].field == "inputs[2].text"
+
+
+async def test_failed_batch_is_retried_on_another_worker() -> None:
+    async with serving(embed=2) as service:
+        service.embedders.prefill[0].script.fail("encode", ComputeFailed("no"), times=99)
+        for _ in range(2):
+            response = await service.embedding.Embed(embedding_pb2.EmbedRequest(texts=["abc"]), timeout=10)
+            assert response.placement.prefill_worker == "embed-prefill-1"
+
+
+async def test_encode_stream_keeps_the_order_and_gives_each_item_its_own_status() -> None:
+    async with serving(embed=2) as service:
+        texts = [("x" * 20 if index % 7 == 3 else "abcdef"[: 1 + index % 6]) for index in range(400)]
+
+        async def requests() -> AsyncIterator[embedding_pb2.EncodeStreamRequest]:
+            for text in texts:
+                yield embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text=text))
+
+        responses = [response async for response in service.embedding.EncodeStream(requests(), timeout=20)]
+        assert [response.index for response in responses] == list(range(400))
+        for text, response in zip(texts, responses, strict=True):
+            if len(text) > MAX_INPUT_TOKENS:
+                assert (response.error.code, response.error.reason) == (3, "INVALID_REQUEST")
+            else:
+                assert response.embedding.values == pytest.approx(vector_of(text, normalize=True))
+        batches = [size for worker in service.embedders.prefill for size in worker.encode_batches]
+        assert len(batches) < len(texts)
+
+
+async def test_encode_stream_bounds_what_is_in_flight_and_can_be_cancelled() -> None:
+    async with serving() as service:
+        sent = 0
+        for _ in range(8):
+            service.embedders.prefill[0].script.stall("encode")
+
+        async def requests() -> AsyncIterator[embedding_pb2.EncodeStreamRequest]:
+            nonlocal sent
+            for _ in range(100_000):
+                sent += 1
+                yield embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="a" * 12))
+
+        call = service.embedding.EncodeStream(requests(), timeout=20)
+        reading = asyncio.create_task(call.read())
+        await service.embedders.prefill[0].script.reached("encode").wait()
+        await asyncio.sleep(0.3)
+        assert sent < 5000
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+
+
+async def test_encode_stream_wants_one_model() -> None:
+    async with serving() as service:
+        requests = [
+            embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="a"), model="embedder"),
+            embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="a"), model="other"),
+            embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="a"), format=9),  # type: ignore[arg-type]
+            embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="a")),
+        ]
+        responses = [response async for response in service.embedding.EncodeStream(iter(requests), timeout=10)]
+        assert [response.WhichOneof("result") for response in responses] == ["embedding", "error", "error", "error"]
+
+
+# --- the other services ---------------------------------------------------------------------------
+
+
+async def test_tokenizer_service() -> None:
+    async with serving() as service:
+        stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(service.channel)
+        tokenized = await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Hi you", model="fake"))
+        assert list(tokenized.tokens) == ["H", "i", "Ġ", "y", "o", "u"]
+        joined = await stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=tokenized.token_ids, model="fake"))
+        assert joined.text == "Hi you"
+        error = await failing(stub.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[999], model="fake")))
+        assert details(error)["BadRequest"].field_violations[0].field == "token_ids[0]"
+        error = await failing(stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="x")))
+        assert details(error)["BadRequest"].field_violations[0].field == "model"
+        messages = [generation_pb2.ChatMessage(role="user", content="hi")]
+        rendered = await stub.RenderChat(tokenizer_pb2.RenderChatRequest(messages=messages))
+        assert rendered.text == "user:hi;"
+        assert len(rendered.token_ids) == 8
+
+
+async def test_models_workers_and_server_info() -> None:
+    async with serving() as service:
+        stub: Any = model_pb2_grpc.ModelServiceStub(service.channel)
+        models = (await stub.ListModels(model_pb2.ListModelsRequest())).models
+        assert [(model.name, model.ready) for model in models] == [("embedder", True), ("fake", True)]
+        model = (await stub.GetModel(model_pb2.GetModelRequest(name="fake"))).model
+        assert (model.prefill_workers, model.decode_workers, model.max_model_len) == (1, 1, 64)
+        error = await failing(stub.GetModel(model_pb2.GetModelRequest(name="other")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        workers = (await service.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers
+        assert [worker.id for worker in workers] == ["decode-0", "embed-prefill-0", "prefill-0"]
+        assert {worker.state for worker in workers} == {admin_pb2.WORKER_STATE_READY}
+        info = await service.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
+        assert (info.live_requests, info.max_live_requests) == (0, 256)
+        assert info.version
+
+
+async def test_operator_aborts_a_stream() -> None:
+    async with serving() as service:
+        service.generators.decode[0].script.stall("decode 3")
+        request = generation_pb2.GenerateRequest(prompt="Hello", request_id="mine")
+        call = service.generation.GenerateStream(request, timeout=10)
+        events = []
+        async for event in call:
+            if not events:
+                await service.admin.AbortRequest(admin_pb2.AbortRequestRequest(request_id="mine"))
+            events.append(event)
+        assert events[-2].finished.finish_reason == common_pb2.FINISH_REASON_CANCELLED
+        assert events[-1].WhichOneof("event") == "summary"
+        error = await failing(service.admin.AbortRequest(admin_pb2.AbortRequestRequest(request_id="mine")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_follows_the_workers() -> None:
+    async with serving(embed=0) as service:
+
+        async def status(name: str) -> str:
+            response = await service.health.Check(health_pb2.HealthCheckRequest(service=name))
+            return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+        assert [await status(name) for name in ("", GENERATION_SERVICE, EMBEDDING_SERVICE)] == [
+            "SERVING",
+            "SERVING",
+            "NOT_SERVING",
+        ]
+        watch = service.health.Watch(health_pb2.HealthCheckRequest(service=GENERATION_SERVICE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        service.generators.decode[0].report(WorkerLoad(draining=True))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        assert await status("") == "NOT_SERVING"
+
+
+async def test_without_workers_nothing_serves_and_requests_are_told_to_come_back() -> None:
+    async with serving(prefill=0, decode=0, embed=0, wait=False) as service:
+        response = await service.health.Check(health_pb2.HealthCheckRequest(service=""))
+        assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "RetryInfo" in details(error)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def test_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_settings(
+        RouterSettings, ["--workers", "a:1,b:2", "--workers", "dns:///c:3", "--log-format", "json"]
+    )
+    assert settings.workers == ["a:1", "b:2", "dns:///c:3"]
+    monkeypatch.setenv("TWINSTAGE_WORKERS", "x:1, y:2")
+    monkeypatch.setenv("TWINSTAGE_MAX_LIVE_REQUESTS", "7")
+    settings = read_settings(RouterSettings, [])
+    assert (settings.workers, settings.max_live_requests) == (["x:1", "y:2"], 7)
+    with pytest.raises(ConfigError, match="--max-live-requests"):
+        read_settings(RouterSettings, ["--max-live-requests", "0"])
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", "nonsense"], ["--workers", "a:1", "--listen", "127.0.0.1:99999"]])
+def test_wrong_flags_end_with_one_line_and_code_two(flags: list[str]) -> None:
+    command = [sys.executable, "-m", "router", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+
+
+async def test_port_in_use_is_said() -> None:
+    async with serving() as service:
+        flags = ["--listen", f"127.0.0.1:{service.router.port}", "--workers", "127.0.0.1:1"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "router", *flags, stderr=asyncio.subprocess.PIPE
+        )
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 2
+        assert b"in use" in stderr
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async with FakeCluster() as cluster:
+        workers = [argument for address in cluster.addresses for argument in ("--workers", address)]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--log-format", "json", *workers),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stderr is not None
+            address = ""
+            models_ready = 0
+            while not address or models_ready < 2:
+                event = json.loads(await asyncio.wait_for(process.stderr.readline(), 30))
+                address = event["address"] if event["event"] == "router ready" else address
+                models_ready += event["event"] == "worker ready"
+            go_on = cluster.prefill[0].script.stall("first_token")
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                running = stub.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=20)
+                await cluster.prefill[0].script.reached("first_token").wait()
+                process.terminate()
+                while json.loads(await asyncio.wait_for(process.stderr.readline(), 30))["event"] != "draining":
+                    pass
+                error = await failing(stub.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=20))
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                go_on.set()
+                assert (await running).results
+            await asyncio.wait_for(process.communicate(), 30)
+            assert process.returncode == 0
+            await cluster.assert_idle()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -1,0 +1,386 @@
+"""The KV channel when nothing is wrong, and when transfers are given up: bytes, order, sharing and clean ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from transfer_ends import (
+    SECRET,
+    WAIT_S,
+    Delegate,
+    Ends,
+    FakeReceiver,
+    Results,
+    commit_of,
+    errors_of,
+    fill_randomly,
+    hear,
+    identity,
+    open_ends,
+    open_receiver,
+)
+from twinstage.errors import Cancelled, ConfigError, IllegalTransition, IntegrityError, StaleHandle, TransferError
+from twinstage.kv.memory import BlockMemory
+from twinstage.transfer.frames import encode
+from twinstage.transfer.host import host_id
+from twinstage.transfer.messages import Commit, Opened
+from twinstage.transfer.receiver import HandoverCommit, KvReceiver, ReceivedBlocks
+from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
+from twinstage.types import KvEndpoint, ProducedToken, TokenAlternative, TokenLogprobs
+
+BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """No test leaves a thread or a descriptor behind."""
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    left = set(threading.enumerate()) - threads
+    assert not left, left
+    kinds = {name: _target(name) for name in set(os.listdir("/proc/self/fd")) - descriptors}
+    assert not {name: kind for name, kind in kinds.items() if kind}, kinds
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""  # the listing's own
+
+
+@BOTH
+def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
+    with open_ends(transport, num_blocks=8) as ends:
+        grant = ends.grant((5, 2, 7))
+        ends.receiver.expect(grant)
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([3, 1], 0)
+        transfer.write([6], 2)
+        commit = commit_of(
+            grant.transfer_id,
+            token=ProducedToken(
+                token_id=11,
+                logprobs=TokenLogprobs(
+                    logprob=-0.1, rank=2, top=(TokenAlternative(4, -0.05), TokenAlternative(11, float("-inf")))
+                ),
+            ),
+        )
+        transfer.commit(commit)
+        outcome = ends.results.wait(grant.transfer_id)
+        assert isinstance(outcome, HandoverDone)
+        assert (outcome.transport, outcome.kv_bytes) == (transport, 3 * 4096)
+        assert 0 < outcome.seconds < WAIT_S
+        received = ReceivedBlocks(kv_bytes=3 * 4096, num_blocks=3, transport=transport)
+        assert ends.delegate.next() == (grant.transfer_id, commit, received)
+        assert ends.receiver.bytes_received == 3 * 4096
+        for source_id, block_id in ((3, 5), (1, 2), (6, 7)):
+            assert ends.target.block(block_id) == ends.source.block(source_id)
+        for untouched in (0, 1, 3, 4, 6):
+            assert bytes(ends.target.block(untouched)) == bytes(4096)
+
+
+@BOTH
+@pytest.mark.parametrize("block_bytes", [24, 4096, 300_000, 2_500_001])
+def test_block_sizes_from_tiny_to_larger_than_a_frame(transport: str, block_bytes: int) -> None:
+    num_blocks = 1500 if block_bytes < 100 else 6
+    with open_ends(transport, num_blocks=num_blocks, block_bytes=block_bytes) as ends:
+        order = random.Random(3).sample(range(num_blocks), num_blocks)
+        grant = ends.grant(tuple(order))
+        ends.receiver.expect(grant)
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write(range(num_blocks), 0)
+        transfer.commit(commit_of(grant.transfer_id))
+        outcome = ends.results.wait(grant.transfer_id)
+        assert isinstance(outcome, HandoverDone), outcome
+        assert outcome.kv_bytes == num_blocks * block_bytes
+        assert all(ends.target.block(order[index]) == ends.source.block(index) for index in range(num_blocks))
+
+
+@BOTH
+def test_many_transfers_at_once_from_many_threads(transport: str) -> None:
+    generator = random.Random(11)
+    with open_ends(transport, num_blocks=400, block_bytes=20_000) as ends:
+        plans = []
+        free = list(range(400))
+        generator.shuffle(free)
+        while free:
+            count = min(len(free), generator.randint(1, 24))
+            blocks, free = tuple(free[:count]), free[count:]
+            grant = ends.grant(blocks)
+            ends.receiver.expect(grant)
+            sources = [generator.randrange(400) for _ in blocks]
+            plans.append((grant, sources, ends.results.callback(grant.transfer_id)))
+
+        def run(plan_slice: list[tuple]) -> None:
+            for grant, sources, callback in plan_slice:
+                transfer = ends.sender.open(grant, callback)
+                for position in range(0, len(sources), 5):
+                    transfer.write(sources[position : position + 5], position)
+                transfer.commit(commit_of(grant.transfer_id))
+
+        threads = [threading.Thread(target=run, args=(plans[index::4],)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for grant, sources, _ in plans:
+            assert isinstance(ends.results.wait(grant.transfer_id), HandoverDone)
+            for source_id, block_id in zip(sources, grant.block_ids, strict=True):
+                assert ends.target.block(block_id) == ends.source.block(source_id)
+        assert ends.receiver.bytes_received == 400 * 20_000
+        assert len({ends.delegate.next()[0] for _ in plans}) == len(plans)
+
+
+@BOTH
+def test_a_small_transfer_is_not_kept_waiting_by_a_large_one(transport: str) -> None:
+    memory = BlockMemory.create(num_blocks=64, block_bytes=1 << 20)
+    with FakeReceiver(transport, memory) as (grant, accept):
+        sender = KvSender(memory, identity("prefill-1", 8), secret=SECRET)
+        # Everything is queued before the connection stands, the large one first.
+        for transfer_id, blocks in ((1, range(60)), (2, range(62, 63))):
+            transfer = sender.open(
+                replace(grant, transfer_id=transfer_id, block_ids=tuple(blocks)), lambda outcome: None
+            )
+            transfer.write(blocks, 0)
+            transfer.commit(commit_of(transfer_id))
+        stream = accept()
+        assert [hear(stream).transfer_id, hear(stream).transfer_id] == [1, 2]  # type: ignore[attr-defined]
+        stream.connection.send(encode(Opened(transfer_id=1)) + encode(Opened(transfer_id=2)))
+        messages = [hear(stream, None) for _ in range(60 + 1 + 2)]
+        commits = [message.transfer_id for message in messages if isinstance(message, Commit)]
+        assert commits == [2, 1]
+        sender.close()
+        stream.close()
+    memory.close()
+
+
+@BOTH
+def test_aborted_blocks_are_reused_and_hold_what_the_second_transfer_wrote(transport: str) -> None:
+    """C1: whatever is in flight for the first, it must not land in the second's blocks."""
+    generator = random.Random(5)
+    with open_ends(transport, num_blocks=24, block_bytes=400_000) as ends:
+        blocks = tuple(range(10))
+        for attempt in range(15):
+            first = ends.grant(blocks, generation=attempt * 2)
+            ends.receiver.expect(first)
+            transfer = ends.sender.open(first, ends.results.callback(first.transfer_id))
+            transfer.write(range(10), 0)
+            if generator.random() < 0.8:
+                threading.Event().wait(generator.random() * 0.004)
+            if generator.random() < 0.5:
+                transfer.abort()
+            assert ends.fenced(first.transfer_id).wait(WAIT_S)
+            second = ends.grant(blocks, generation=attempt * 2 + 1)
+            ends.receiver.expect(second)
+            successor = ends.sender.open(second, ends.results.callback(second.transfer_id))
+            successor.write(range(12, 22), 0)
+            successor.commit(commit_of(second.transfer_id))
+            assert isinstance(ends.results.wait(second.transfer_id), HandoverDone)
+            assert all(ends.target.block(index) == ends.source.block(12 + index) for index in blocks)
+            assert isinstance(errors_of(ends.results.wait(first.transfer_id)), Cancelled | StaleHandle)
+
+
+@BOTH
+def test_abort_reports_once_and_leaves_the_others_alone(transport: str) -> None:
+    with open_ends(transport, num_blocks=40, block_bytes=200_000) as ends:
+        grants = [ends.grant(tuple(range(start, start + 10))) for start in (0, 10, 20)]
+        transfers = []
+        for grant in grants:
+            ends.receiver.expect(grant)
+            transfers.append(ends.sender.open(grant, ends.results.callback(grant.transfer_id)))
+        for transfer in transfers:
+            transfer.write(range(10), 0)
+        transfers[1].abort()
+        transfers[1].abort()
+        assert isinstance(errors_of(ends.results.wait(grants[1].transfer_id)), Cancelled)
+        transfers[1].write([0], 0)  # late, and without effect
+        for index in (0, 2):
+            transfers[index].commit(commit_of(grants[index].transfer_id))
+            assert isinstance(ends.results.wait(grants[index].transfer_id), HandoverDone)
+        assert ends.results.is_empty(grants[1].transfer_id)
+
+
+@BOTH
+def test_revoked_before_anyone_came(transport: str) -> None:
+    with open_ends(transport) as ends:
+        grant = ends.grant((1, 2))
+        ends.receiver.expect(grant)
+        assert ends.fenced(grant.transfer_id).is_set()
+        assert ends.fenced(grant.transfer_id).is_set(), "revoke is idempotent"
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([0, 1], 0)
+        transfer.commit(commit_of(grant.transfer_id))
+        assert isinstance(errors_of(ends.results.wait(grant.transfer_id)), StaleHandle)
+        assert bytes(ends.target.block(1)) == bytes(4096)
+        assert ends.delegate.events.empty()
+
+
+@BOTH
+def test_what_the_delegate_raises_reaches_the_sender(transport: str) -> None:
+    def refuse(transfer_id: int) -> None:
+        raise StaleHandle("not mine")
+
+    with open_ends(transport) as ends:
+        ends.delegate.on_commit = refuse
+        grant = ends.grant((3,))
+        ends.receiver.expect(grant)
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([0], 0)
+        transfer.commit(commit_of(grant.transfer_id))
+        error = errors_of(ends.results.wait(grant.transfer_id))
+        assert isinstance(error, StaleHandle)
+        assert str(error) == "not mine"
+
+
+def test_shared_memory_is_preferred_and_tcp_is_the_way_out() -> None:
+    memory = BlockMemory.create(num_blocks=4, block_bytes=64)
+    delegate = Delegate()
+    with open_receiver("both", memory, delegate) as receiver:
+        assert [endpoint.transport for endpoint in receiver.endpoints] == ["shm", "tcp"]
+        shm_endpoint, tcp_endpoint = receiver.endpoints
+        elsewhere = KvEndpoint(transport="shm", address=shm_endpoint.address, host_id="another host")
+        missing = KvEndpoint(transport="shm", address="/nowhere/s", host_id=host_id())
+        assert _transport_used(memory, receiver, (shm_endpoint, tcp_endpoint), epoch_shift=1) == "shm"
+        assert _transport_used(memory, receiver, (elsewhere, tcp_endpoint), epoch_shift=2) == "tcp"
+        assert _transport_used(memory, receiver, (missing, tcp_endpoint), epoch_shift=3) == "tcp"
+    memory.close()
+
+
+def _transport_used(
+    memory: BlockMemory, receiver: KvReceiver, endpoints: tuple[KvEndpoint, ...], *, epoch_shift: int
+) -> str:
+    sender = KvSender(memory, identity("prefill-1", 8), secret=SECRET)
+    results = Results()
+    ends = Ends(transport="both", source=memory, target=memory, receiver=receiver, sender=sender, delegate=Delegate())
+    ends.ids = iter([epoch_shift])
+    grant = ends.grant((1,))
+    receiver.expect(grant)
+    transfer = sender.open(replace(grant, endpoints=endpoints), results.callback(grant.transfer_id))
+    transfer.write([0], 0)
+    transfer.commit(commit_of(grant.transfer_id))
+    outcome = results.wait(grant.transfer_id)
+    sender.close()
+    assert isinstance(outcome, HandoverDone), outcome
+    return outcome.transport
+
+
+def test_misuse_is_refused_where_it_happens() -> None:
+    with open_ends("tcp") as ends:
+        grant = ends.grant((1, 2))
+        ends.receiver.expect(grant)
+        with pytest.raises(IntegrityError):
+            ends.receiver.expect(grant)
+        with pytest.raises(IntegrityError, match="may still be written"):
+            ends.receiver.expect(ends.grant((2, 3)))
+        for blocks in ((), (1, 1), (99,)):
+            with pytest.raises(IntegrityError):
+                ends.receiver.expect(ends.grant(blocks))
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        with pytest.raises(StaleHandle):
+            ends.sender.open(grant, lambda outcome: None)
+        with pytest.raises(StaleHandle):
+            transfer.write([0, 1], 1)
+        transfer.write([0], 0)
+        transfer.write([77], 1)  # a source block that does not exist
+        transfer.commit(commit_of(grant.transfer_id))
+        with pytest.raises(IllegalTransition):
+            transfer.write([1], 1)
+        with pytest.raises(IllegalTransition):
+            transfer.commit(commit_of(grant.transfer_id))
+        assert isinstance(errors_of(ends.results.wait(grant.transfer_id)), StaleHandle)
+        assert isinstance(ends.delegate.next()[1], TransferError)
+    with pytest.raises(TransferError):
+        ends.sender.open(grant, lambda outcome: None)
+
+
+def test_an_empty_secret_is_refused() -> None:
+    memory = BlockMemory.create(num_blocks=1, block_bytes=8)
+    with pytest.raises(ConfigError):
+        KvSender(memory, identity(), secret=b"")
+    memory.close()
+
+
+def test_a_port_in_use_is_a_configuration_error() -> None:
+    memory = BlockMemory.create(num_blocks=1, block_bytes=8)
+    with open_receiver("tcp", memory, Delegate()) as receiver:
+        port = int(receiver.endpoints[0].address.rpartition(":")[2])
+        second = KvReceiver(
+            memory,
+            identity(),
+            secret=None,
+            delegate=Delegate(),
+            shm_directory=None,
+            tcp_listen=("127.0.0.1", port),
+            tcp_advertise=None,
+        )
+        with pytest.raises(ConfigError, match="cannot listen"):
+            second.start()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("advertise", "pattern"),
+    [(None, r"^:\d+$"), ("kv.example", r"^kv\.example:[1-9]\d*$"), ("kv.example:77", r"^kv\.example:77$")],
+)
+def test_advertised_address(advertise: str | None, pattern: str) -> None:
+    memory = BlockMemory.create(num_blocks=1, block_bytes=8)
+    receiver = KvReceiver(
+        memory,
+        identity(),
+        secret=None,
+        delegate=Delegate(),
+        shm_directory=None,
+        tcp_listen=("0.0.0.0", 0),
+        tcp_advertise=advertise,
+    )
+    receiver.start()
+    address = receiver.endpoints[0].address
+    receiver.close()
+    receiver.close()
+    memory.close()
+    assert re.match(pattern, address), address
+
+
+def test_closing_the_sender_fails_what_runs() -> None:
+    with open_ends("shm") as ends:
+        grant = ends.grant((1, 2))
+        ends.receiver.expect(grant)
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([0], 0)
+        ends.sender.close()
+        ends.sender.close()
+        assert isinstance(ends.results.wait(grant.transfer_id), HandoverFailed)
+
+
+def test_a_lost_connection_is_dialled_again() -> None:
+    source = BlockMemory.create(num_blocks=4, block_bytes=64)
+    target = BlockMemory.create(num_blocks=4, block_bytes=64)
+    fill_randomly(source, seed=2)
+    sender = KvSender(source, identity("prefill-1", 8), secret=SECRET)
+    for round_number in (1, 2):
+        with open_receiver("tcp", target, Delegate()) as receiver:
+            ends = Ends(
+                transport="tcp", source=source, target=target, receiver=receiver, sender=sender, delegate=Delegate()
+            )
+            grant = replace(ends.grant((round_number,)), transfer_id=round_number)
+            receiver.expect(grant)
+            transfer = sender.open(grant, ends.results.callback(round_number))
+            transfer.write([0], 0)
+            transfer.commit(
+                HandoverCommit(request_id=commit_of(1).request_id, num_tokens=1, token=ProducedToken(token_id=1))
+            )
+            assert isinstance(ends.results.wait(round_number), HandoverDone)
+    sender.close()
+    source.close()
+    target.close()

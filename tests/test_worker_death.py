@@ -1,0 +1,109 @@
+"""kill -9 of a prefill worker while it computes: the request completes elsewhere, or fails quickly and clearly."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from harness import ProcessCluster, RoleProcess, wait_until
+from twinstage.v1 import admin_pb2, common_pb2, generation_pb2, generation_pb2_grpc
+
+LONG_PROMPT = "the quick brown fox jumps over the lazy dog " * 22
+# Small chunks make a prefill take long enough to be interrupted in the middle.
+SLOW_PREFILL = ("--max-tokens-per-step", "4")
+# The time from the kill to the status is bounded by 2 s; starting the call and reading the table come on top.
+UNAVAILABLE_WITHIN_S = 2.0
+
+
+def _request(seed: int = 3) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(
+        prompt=LONG_PROMPT,
+        sampling=common_pb2.SamplingOptions(temperature=0.9, seed=seed),
+        stopping=common_pb2.StoppingOptions(max_tokens=24, ignore_eos=True),
+    )
+
+
+def _busy_prefill(cluster: ProcessCluster) -> RoleProcess:
+    """The prefill worker that computes the only request."""
+    busy: list[str] = []
+
+    def find() -> bool:
+        busy[:] = [w.id for w in cluster.workers() if w.role == admin_pb2.WORKER_ROLE_PREFILL and w.running]
+        return bool(busy)
+
+    wait_until(find, timeout_s=15, what="a prefill worker computes")
+    return next(role for role in cluster.processes if role.name == busy[0])
+
+
+def test_the_request_completes_on_another_prefill_worker(tiny_model: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tmp_path) as cluster:
+        cluster.start_workers(str(tiny_model), prefill=2, decode=1, prefill_flags=SLOW_PREFILL)
+        cluster.start_router()
+        decode_pid = next(role.pid for role in cluster.processes if role.name.startswith("decode"))
+        with cluster.channel() as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            undisturbed = stub.Generate(_request(), timeout=60)
+            call = stub.Generate.future(_request(), timeout=60)
+            victim = _busy_prefill(cluster)
+            victim.kill()
+            response = call.result(60)
+            assert response.results[0].text == undisturbed.results[0].text
+            assert response.placement.retries == 1
+            assert response.placement.prefill_worker != victim.name
+            for seed in range(10):
+                assert stub.Generate(_request(seed), timeout=60).usage.completion_tokens == 24
+        assert next(role.pid for role in cluster.processes if role.name.startswith("decode")) == decode_pid
+        cluster.wait_idle()
+
+
+def test_without_another_prefill_worker_the_call_fails_within_two_seconds(tiny_model: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tmp_path) as cluster:
+        cluster.start_workers(str(tiny_model), prefill_flags=SLOW_PREFILL)
+        cluster.start_router()
+        with cluster.channel() as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate.future(_request(), timeout=60)
+            victim = _busy_prefill(cluster)
+            victim.kill()
+            killed_s = time.monotonic()
+            error = call.exception(30)
+            assert time.monotonic() - killed_s < UNAVAILABLE_WITHIN_S
+        assert isinstance(error, grpc.RpcError)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        status = rpc_status.from_call(error)
+        assert status is not None
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        wait_until(
+            lambda: all(
+                worker.free_kv_blocks == worker.total_kv_blocks
+                for worker in cluster.workers()
+                if worker.role == admin_pb2.WORKER_ROLE_DECODE
+            ),
+            timeout_s=5,
+            what="decode's blocks free",
+        )
+
+
+def test_a_restarted_prefill_worker_at_the_same_address_serves(tiny_model: Path, tmp_path: Path) -> None:
+    with ProcessCluster(tmp_path) as cluster:
+        prefill, decode = cluster.start_workers(str(tiny_model))
+        cluster.start_router()
+        prefill.kill()
+        reborn = cluster.launch("prefill_worker", "reborn", "--model", str(tiny_model), "--listen", prefill.address)
+        cluster.wait_ready(reborn)
+        wait_until(
+            lambda: sum(worker.state == admin_pb2.WORKER_STATE_READY for worker in cluster.workers()) >= 2,
+            timeout_s=30,
+            what="the router finds the restarted worker",
+        )
+        with cluster.channel() as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            for seed in range(10):
+                assert stub.Generate(_request(seed), timeout=60).usage.completion_tokens == 24
+        assert decode.process.poll() is None
+        cluster.wait_idle()

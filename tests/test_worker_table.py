@@ -1,0 +1,250 @@
+"""The worker table: states, reconnecting, pairing, and discovery by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from fake_workers import FakeCluster, make_bundle, make_model, until
+from router import discovery
+from router.discovery import WorkerSource, parse_source
+from router.pairing import Pairing, choose_pairing, disagreement
+from router.worker_entry import WorkerEntry, WorkerState
+from router.workers import WorkerTable
+from twinstage.errors import ConfigError, WorkerLost
+from twinstage.rpc.clients import PROTOCOL_VERSION
+from twinstage.types import WorkerLoad
+
+
+@contextlib.asynccontextmanager
+async def table(*sources: str | WorkerSource, interval_s: float = 0.3) -> AsyncIterator[WorkerTable]:
+    workers = WorkerTable(report_interval_s=interval_s, lookup_interval_s=0.1)
+    workers.start([parse_source(source) if isinstance(source, str) else source for source in sources])
+    try:
+        yield workers
+    finally:
+        await workers.close()
+
+
+def entry(workers: WorkerTable, address: str) -> WorkerEntry:
+    return next(entry for entry in workers.entries if entry.address == address)
+
+
+async def until_state(workers: WorkerTable, address: str, state: WorkerState) -> None:
+    await until(
+        lambda: any(entry.address == address and entry.state is state for entry in workers.entries),
+        what=f"{address} {state.value}",
+    )
+
+
+async def test_workers_are_described_and_ready() -> None:
+    async with FakeCluster() as cluster, table(*cluster.addresses) as workers:
+        for worker in cluster.workers:
+            await until_state(workers, worker.address, WorkerState.READY)
+            assert entry(workers, worker.address).description == worker.description
+        model = workers.models["fake"]
+        assert model.ready
+        assert model.tokenizer.bundle == cluster.bundle
+        assert (len(model.prefill), len(model.decode)) == (1, 1)
+
+
+async def test_model_needs_both_roles_but_an_embedding_model_only_one() -> None:
+    embedding = make_model(name="embedder", task=make_model().task.EMBED)
+    async with (
+        FakeCluster(prefill=1, decode=0) as generation,
+        FakeCluster(prefill=1, decode=0, model=embedding, prefix="e-") as embedder,
+        table(*generation.addresses, *embedder.addresses) as workers,
+    ):
+        await until(lambda: len(workers.models) == 2, what="both models")
+        assert not workers.models["fake"].ready
+        assert workers.models["embedder"].ready
+
+
+async def test_worker_that_is_not_there_yet_is_connecting_and_comes() -> None:
+    async with FakeCluster(prefill=1, decode=0) as cluster:
+        worker = cluster.prefill[0]
+        await worker.kill()
+        async with table(worker.address) as workers:
+            await until(lambda: entry(workers, worker.address).detail, what="a failed attempt")
+            assert entry(workers, worker.address).state is WorkerState.CONNECTING
+            await worker.start()
+            await until_state(workers, worker.address, WorkerState.READY)
+
+
+async def test_killed_worker_is_lost_and_comes_back_as_another() -> None:
+    async with FakeCluster() as cluster, table(*cluster.addresses) as workers:
+        worker = cluster.decode[0]
+        await until_state(workers, worker.address, WorkerState.READY)
+        first = entry(workers, worker.address).life
+        assert first is not None
+        await worker.kill()
+        await until_state(workers, worker.address, WorkerState.LOST)
+        with pytest.raises(WorkerLost):
+            workers.life(first.key)
+        await until(lambda: not workers.models["fake"].decode, what="the model lost its worker")
+        await worker.restart()
+        await until_state(workers, worker.address, WorkerState.READY)
+        second = entry(workers, worker.address).life
+        assert second is not None
+        assert second.key.epoch == first.key.epoch + 1
+
+
+async def test_silence_for_three_intervals_is_a_loss() -> None:
+    async with FakeCluster(prefill=1, decode=0) as cluster, table(*cluster.addresses, interval_s=0.1) as workers:
+        worker = cluster.prefill[0]
+        await until_state(workers, worker.address, WorkerState.READY)
+        worker.script.stall("load")
+        await until_state(workers, worker.address, WorkerState.LOST)
+        assert "silent" in entry(workers, worker.address).detail
+        await until_state(workers, worker.address, WorkerState.READY)
+
+
+async def test_draining_worker_takes_nothing_new() -> None:
+    async with FakeCluster() as cluster, table(*cluster.addresses) as workers:
+        for worker in cluster.workers:
+            await until_state(workers, worker.address, WorkerState.READY)
+        worker = cluster.prefill[0]
+        worker.report(WorkerLoad(draining=True))
+        await until_state(workers, worker.address, WorkerState.DRAINING)
+        assert not workers.models["fake"].ready
+        assert not workers.snapshot(workers.models["fake"]).prefill
+        worker.report(WorkerLoad(draining=False))
+        await until_state(workers, worker.address, WorkerState.READY)
+
+
+async def test_worker_of_another_revision_is_refused_until_the_others_are_gone() -> None:
+    async with (
+        FakeCluster() as cluster,
+        FakeCluster(prefill=1, decode=0, model=make_model(fingerprint="m2"), prefix="new-") as other,
+        table(*cluster.addresses, *other.addresses) as workers,
+    ):
+        # Whichever came first serves; begin with the older ones.
+        await until(lambda: all(entry.life is not None for entry in workers.entries), what="all connected")
+        await until(
+            lambda: {entry.state for entry in workers.entries} == {WorkerState.READY, WorkerState.REFUSED},
+            what="one side refused",
+        )
+        refused = [entry for entry in workers.entries if entry.state is WorkerState.REFUSED]
+        assert "the model's fingerprint is m" in refused[0].shown_detail
+        serving = {entry.address for entry in workers.entries if entry.state is WorkerState.READY}
+        model = workers.models["fake"]
+        for worker in (*cluster.workers, *other.workers):
+            if worker.address in serving:
+                await worker.kill()
+        for entry_ in refused:
+            await until_state(workers, entry_.address, WorkerState.READY)
+        # A request that was admitted for the old revision finds nobody any more.
+        assert not workers.snapshot(model).prefill
+        assert not workers.snapshot(model).decode
+
+
+async def test_first_group_stays_although_a_larger_one_joins() -> None:
+    async with (
+        FakeCluster(prefill=1, decode=1) as first,
+        FakeCluster(prefill=2, decode=2, layout="other", prefix="b-") as second,
+    ):
+        workers = WorkerTable(report_interval_s=0.3)
+        workers.start([parse_source(address) for address in first.addresses])
+        try:
+            for worker in first.workers:
+                await until_state(workers, worker.address, WorkerState.READY)
+            workers.start([parse_source(address) for address in second.addresses])
+            for worker in second.workers:
+                await until_state(workers, worker.address, WorkerState.REFUSED)
+                assert "KV layout" in entry(workers, worker.address).shown_detail
+            assert len(workers.models["fake"].decode) == 1
+        finally:
+            await workers.close()
+
+
+async def test_other_protocol_version_is_refused_by_name() -> None:
+    async with FakeCluster(prefill=1, decode=0) as cluster:
+        worker = cluster.prefill[0]
+        worker.description = replace(worker.description, protocol_version=PROTOCOL_VERSION + 1)
+        async with table(worker.address) as workers:
+            await until_state(workers, worker.address, WorkerState.REFUSED)
+            assert f"speaks version {PROTOCOL_VERSION + 1}" in entry(workers, worker.address).shown_detail
+            worker.description = replace(worker.description, protocol_version=PROTOCOL_VERSION)
+            await until_state(workers, worker.address, WorkerState.READY)
+
+
+async def test_wrong_tokenizer_bundle_is_refused() -> None:
+    async with FakeCluster(prefill=1, decode=0) as cluster:
+        cluster.prefill[0].bundle = make_bundle(max_input_tokens=9)
+        async with table(cluster.prefill[0].address) as workers:
+            await until_state(workers, cluster.prefill[0].address, WorkerState.REFUSED)
+            assert "tokenizer bundle" in entry(workers, cluster.prefill[0].address).shown_detail
+
+
+async def test_one_worker_by_two_addresses_counts_once() -> None:
+    async with FakeCluster(prefill=1, decode=0) as cluster:
+        address = cluster.prefill[0].address
+        alias = address.replace("127.0.0.1", "localhost")
+        async with table(address, alias) as workers:
+            await until(
+                lambda: sorted(entry.state.value for entry in workers.entries) == ["ready", "refused"],
+                what="one of the two refused",
+            )
+            assert len(workers.models["fake"].prefill) == 1
+
+
+async def test_name_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every address of a name is dialled; a new one joins; one that vanished is kept until it is lost."""
+    async with FakeCluster(prefill=3, decode=0) as cluster:
+        addresses = [worker.address for worker in cluster.prefill]
+        known: set[str] = set(addresses[:2])
+
+        async def look_up(source: WorkerSource) -> frozenset[str]:
+            if not known:
+                raise OSError("the name server is away")
+            return frozenset(known)
+
+        monkeypatch.setattr(discovery, "look_up", look_up)
+        async with table("dns:///workers.example:50052") as workers:
+            for address in addresses[:2]:
+                await until_state(workers, address, WorkerState.READY)
+            known.clear()  # look-ups fail: nothing changes
+            await asyncio.sleep(0.4)
+            assert len(workers.models["fake"].prefill) == 2
+            known.update(addresses[1:])
+            await until_state(workers, addresses[2], WorkerState.READY)
+            await until(lambda: not entry(workers, addresses[0]).wanted, what="the first address has vanished")
+            assert entry(workers, addresses[0]).state is WorkerState.READY
+            await cluster.prefill[0].kill()
+            await until(lambda: len(workers.entries) == 2, what="it is dropped when lost")
+
+
+async def test_real_look_up_finds_every_address() -> None:
+    addresses = await discovery.look_up(parse_source("dns:///localhost:50052"))
+    assert "127.0.0.1:50052" in addresses
+
+
+@pytest.mark.parametrize(
+    "value", ["host", "host:", ":1", "host:0", "host:70000", "dns:///:1", "dns://x/host:1", "a/b:1"]
+)
+def test_wrong_sources_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="must be host:port or dns:///name:port"):
+        parse_source(value)
+
+
+def test_sources() -> None:
+    assert parse_source("[::1]:50051").address == "[::1]:50051"
+    assert parse_source("worker:7").address == "worker:7"
+    assert parse_source("dns:///workers:7").is_dns_name
+
+
+def test_choice_of_pairings() -> None:
+    a = Pairing(
+        task="t", model_fingerprint="a", tokenizer_fingerprint="t", kv_layout_fingerprint="k", protocol_version=1
+    )
+    b = replace(a, model_fingerprint="b")
+    assert choose_pairing(None, []) is None
+    assert choose_pairing(a, []) is None
+    assert choose_pairing(None, [b, a, a]) == a
+    assert choose_pairing(b, [b, a, a]) == b
+    assert choose_pairing(None, [b, a]) == b
+    assert disagreement(b, a) == "does not fit the model's other workers: the model's fingerprint is b, theirs is a"

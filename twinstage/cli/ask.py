@@ -1,0 +1,116 @@
+"""The commands that call a router: generate, chat, embed, workers, models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+from twinstage.cli.output import (
+    console_for_errors,
+    console_for_tables,
+    models_table,
+    placement_line,
+    timing_line,
+    usage_line,
+    workers_table,
+)
+from twinstage.client import Embeddings, GenerationStream, Options, Summary, TwinstageClient
+from twinstage.types import Finish
+
+_SHOWN_NUMBERS = 4
+
+
+def generate(address: str, prompt: str, *, options: Options, as_json: bool) -> None:
+    """Continue a prompt."""
+    with TwinstageClient(address) as client, client.generate_stream(prompt, options) as stream:
+        _print_stream(stream, as_json=as_json)
+
+
+def chat(address: str, prompt: str, *, options: Options, as_json: bool) -> None:
+    """Answer one message of the user."""
+    with TwinstageClient(address) as client, client.chat_stream(prompt, options) as stream:
+        _print_stream(stream, as_json=as_json)
+
+
+def embed(address: str, texts: Sequence[str], *, model: str, timeout_s: float | None, as_json: bool) -> None:
+    """Embed texts: one line each, or one JSON document with all numbers."""
+    with TwinstageClient(address) as client:
+        embeddings = client.embed(texts, model=model, timeout_s=timeout_s)
+    if as_json:
+        _print_json(embeddings)
+        return
+    _print_vectors(texts, embeddings)
+
+
+def workers(address: str, *, as_json: bool) -> None:
+    """List the workers."""
+    with TwinstageClient(address) as client:
+        found = client.workers()
+    if as_json:
+        _print_json(found)
+    else:
+        console_for_tables().print(workers_table(found))
+
+
+def models(address: str, *, as_json: bool) -> None:
+    """List the models."""
+    with TwinstageClient(address) as client:
+        found = client.models()
+    if as_json:
+        _print_json(found)
+    else:
+        console_for_tables().print(models_table(found))
+
+
+def _print_stream(stream: GenerationStream, *, as_json: bool) -> None:
+    texts: list[str] = []
+    finish: Finish | None = None
+    for delta in stream:
+        texts.append(delta.text)
+        finish = delta.finish or finish
+        if not as_json:
+            print(delta.text, end="", flush=True)
+    if as_json:
+        info = {"prompt_info": stream.prompt_info, "summary": stream.summary}
+        _print_json({"text": "".join(texts), "finish": finish, **info})
+        return
+    if texts and not "".join(texts).endswith("\n"):
+        print()
+    if stream.summary is not None:
+        _print_totals(stream.summary, finish=finish.reason.value if finish is not None else "")
+
+
+def _print_totals(summary: Summary, *, finish: str) -> None:
+    console = console_for_errors()
+    for line in (usage_line(summary, finish=finish), timing_line(summary.timing), placement_line(summary)):
+        console.print(line, style="dim", soft_wrap=True, markup=False)
+
+
+def _print_vectors(texts: Sequence[str], embeddings: Embeddings) -> None:
+    for text, vector in zip(texts, embeddings.vectors, strict=True):
+        numbers = ", ".join(f"{number:.6f}" for number in vector[:_SHOWN_NUMBERS])
+        more = ", ..." if len(vector) > _SHOWN_NUMBERS else ""
+        print(f"{len(vector)} dimensions  [{numbers}{more}]  {json.dumps(text, ensure_ascii=False)}")
+    _print_totals(embeddings.summary, finish="")
+
+
+def _print_json(value: Any) -> None:
+    json.dump(_plain(value), sys.stdout, ensure_ascii=False)
+    print()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON types: dataclasses as objects, enumerations as their values."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return _plain(asdict(value))
+    return value

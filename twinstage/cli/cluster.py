@@ -1,0 +1,286 @@
+"""A cluster on this machine: a router, its prefill workers and its decode workers, as child processes.
+
+    with Cluster(ClusterConfig(models=("demo",), port=0)) as cluster:
+        cluster.wait_ready(timeout_s=120)
+        client = TwinstageClient(cluster.address)
+
+Workers listen on loopback, on ports that the system picks; the router starts when all of them are ready. Whatever
+happens (a process is ready, a process ended, somebody interrupts) arrives in one queue, so no wait polls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from twinstage.cli.addresses import check_port_is_free, join_address, reachable
+from twinstage.cli.child import Child
+from twinstage.cli.health import watch_until_serving
+from twinstage.cli.model_choice import ModelChoice, choose_model
+from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
+from twinstage.types import Role, Task
+
+OnLine = Callable[[str, str, dict[str, Any] | None], None]
+
+ROUTER = "router"
+STOP_GRACE_S = 20.0
+DRAIN_S = 5.0  # of the processes themselves, which need the rest of the grace period to free what they hold
+_SERVICES = {Task.GENERATE: "twinstage.v1.GenerationService", Task.EMBED: "twinstage.v1.EmbeddingService"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """What to start. `models` are `[NAME=]REF`; `prefill` and `decode` count workers for each generation model.
+
+    An embedding model gets one prefill worker. `port` 0 takes a free one. `threads` are those of each worker; by
+    default the cores are shared out. `log_directory` gets a file with the log of each process.
+    """
+
+    models: tuple[str, ...] = ("demo",)
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 50051
+    threads: int | None = None
+    kv_cache_bytes: str | None = None
+    kv_transports: str | None = None
+    log_level: str = "info"
+    log_directory: Path | None = None
+    stop_grace_s: float = STOP_GRACE_S
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A process listens."""
+
+    child: Child
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A process ended."""
+
+    child: Child
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """The router's health says that requests are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Interrupted:
+    """Somebody wants the cluster to stop."""
+
+
+_Event = _Ready | _Ended | _Serving | _Interrupted
+
+
+class Cluster:
+    """The processes of one cluster. `on_line` is called with (process name, line, log event or None) on threads.
+
+    `interrupt` and `kill` may be called from a signal handler or any thread; everything else belongs to one thread,
+    which must live as long as the cluster.
+    """
+
+    def __init__(self, config: ClusterConfig, *, on_line: OnLine | None = None) -> None:
+        self.config = config
+        self.processes: dict[str, Child] = {}
+        self.models: tuple[ModelChoice, ...] = tuple(choose_model(argument) for argument in config.models)
+        self._on_line = on_line
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._check()
+
+    @property
+    def address(self) -> str:
+        """Where to reach the router, as "host:port"; empty until it listens."""
+        router = self.processes.get(ROUTER)
+        if router is None or not router.address:
+            return ""
+        return reachable(router.address)
+
+    def start(self) -> None:
+        """Start the workers. Raises ConfigError when the router's port is taken; nothing was started then."""
+        check_port_is_free(self.config.host, self.config.port)
+        threads = self.config.threads or max(1, len(os.sched_getaffinity(0)) // self._num_workers())
+        for model in self.models:
+            for role in (Role.PREFILL, Role.DECODE):
+                for index in range(self._count(model, role)):
+                    self._start_worker(model, role, index=index, threads=threads)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait for the workers, start the router and wait until it serves.
+
+        Raises ConfigError or InternalError when a process ended, DeadlineExceeded, and Cancelled after `interrupt`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        workers = list(self.processes.values())
+        while not all(worker.address for worker in workers):
+            self._next_event(deadline_s, waiting_for="the workers")
+        self._start_router([worker.address for worker in workers])
+        while not self.address:
+            self._next_event(deadline_s, waiting_for="the router")
+        services = sorted({_SERVICES[model.task] for model in self.models})
+        with watch_until_serving(self.address, services, on_serving=lambda: self._events.put(_Serving())):
+            while not isinstance(self._next_event(deadline_s, waiting_for="the router's health"), _Serving):
+                pass
+
+    def wait(self) -> None:
+        """Wait until somebody interrupts.
+
+        A worker that ends by itself is reported, and the others go on. Raises ConfigError or InternalError when it was
+        the last of its kind, or the router.
+        """
+        while True:
+            match self._events.get():
+                case _Interrupted():
+                    return
+                case _Ended(child):
+                    if not self._has_substitute(child):
+                        raise _error_of(child)
+                    self._report_line(child, f"{child.end_in_words()}; the others go on", None)
+
+    def interrupt(self) -> None:
+        """End the wait that is in progress, or the next one."""
+        self._events.put(_Interrupted())
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for child in list(self.processes.values()):
+            child.send(signal.SIGKILL)
+
+    def stop(self) -> dict[str, int | None]:
+        """End the router, then the workers: SIGTERM, and SIGKILL for those that do not end within the grace period.
+
+        Idempotent. Returns the exit codes by name.
+        """
+        router = [child for name, child in self.processes.items() if name == ROUTER]
+        workers = [child for name, child in self.processes.items() if name != ROUTER]
+        self._end(router)
+        self._end(workers)
+        return {name: child.exit_code for name, child in self.processes.items()}
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _check(self) -> None:
+        """Raises ConfigError for counts that give no cluster."""
+        if not self.models:
+            raise ConfigError("--model: name at least one model")
+        labels = [model.label for model in self.models]
+        if len(set(labels)) != len(labels):
+            raise ConfigError("--model: two models have the same name; tell them apart with NAME=REF")
+        if (
+            any(model.task is Task.GENERATE for model in self.models)
+            and min(self.config.prefill, self.config.decode) < 1
+        ):
+            raise ConfigError("--prefill and --decode: a generation model needs at least one worker of each")
+
+    def _count(self, model: ModelChoice, role: Role) -> int:
+        if model.task is Task.EMBED:
+            return 1 if role is Role.PREFILL else 0
+        return self.config.prefill if role is Role.PREFILL else self.config.decode
+
+    def _num_workers(self) -> int:
+        return sum(self._count(model, role) for model in self.models for role in Role)
+
+    @property
+    def _log_level(self) -> str:
+        """At least "info", by which processes say that they are ready; `on_line` may drop what it does not want."""
+        return "debug" if self.config.log_level == "debug" else "info"
+
+    def _has_substitute(self, ended: Child) -> bool:
+        """Whether another process of the same kind runs. Names are kind and number."""
+        kind, _, _ = ended.name.rpartition("-")
+        return any(
+            child.is_running and name.rpartition("-")[0] == kind and child is not ended
+            for name, child in self.processes.items()
+            if name != ROUTER
+        )
+
+    def _start_worker(self, model: ModelChoice, role: Role, *, index: int, threads: int) -> None:
+        name = f"{role.value}-{index}" if len(self.models) == 1 else f"{model.label}-{role.value}-{index}"
+        flags = ["--model", model.reference, "--worker-id", name, "--listen", "127.0.0.1:0"]
+        flags += ["--threads", str(threads), "--log-level", self._log_level]
+        if model.name:
+            flags += ["--served-model-name", model.name]
+        if self.config.kv_cache_bytes is not None:
+            flags += ["--kv-cache-bytes", self.config.kv_cache_bytes]
+        if self.config.kv_transports is not None:
+            flags += ["--kv-transports", self.config.kv_transports]
+        if role is Role.DECODE:
+            flags += ["--kv-listen", "127.0.0.1:0", *self.config.decode_flags]
+        else:
+            flags += self.config.prefill_flags
+        self._start(name, f"{role.value}_worker", flags)
+
+    def _start_router(self, worker_addresses: list[str]) -> None:
+        flags = ["--listen", join_address(self.config.host, self.config.port), "--log-level", self._log_level]
+        for address in worker_addresses:
+            flags += ["--workers", address]
+        self._start(ROUTER, "router", [*flags, *self.config.router_flags])
+
+    def _start(self, name: str, module: str, flags: list[str]) -> None:
+        environment = {"TWINSTAGE_DRAIN_TIMEOUT": str(DRAIN_S), **self.config.environment}
+        ready_event = "router ready" if name == ROUTER else "worker ready"  # the router logs both
+        child = Child(name, module, flags, ready_event=ready_event, environment=environment)
+        self.processes[name] = child
+        directory = self.config.log_directory
+        child.read_log(
+            log_path=None if directory is None else directory / f"{name}.log",
+            on_line=self._report_line,
+            on_ready=lambda ready: self._events.put(_Ready(ready)),
+            on_exit=lambda ended: self._events.put(_Ended(ended)),
+        )
+
+    def _report_line(self, child: Child, line: str, event: dict[str, Any] | None) -> None:
+        if self._on_line is not None:
+            self._on_line(child.name, line, event)
+
+    def _next_event(self, deadline_s: float | None, *, waiting_for: str) -> _Event:
+        """The next event, if it is a good one."""
+        try:
+            event = self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        except Empty:
+            raise DeadlineExceeded(f"{waiting_for} did not get ready in time; see the log above") from None
+        if isinstance(event, _Interrupted):
+            raise Cancelled("stopped before the cluster was ready")
+        if isinstance(event, _Ended):
+            raise _error_of(event.child)
+        return event
+
+    def _end(self, children: list[Child]) -> None:
+        for child in children:
+            child.send(signal.SIGCONT)  # a stopped process would not see the next one
+            child.send(signal.SIGTERM)
+        deadline_s = time.monotonic() + self.config.stop_grace_s
+        for child in children:
+            if not child.join(max(0.0, deadline_s - time.monotonic())):
+                child.send(signal.SIGKILL)
+                child.join(STOP_GRACE_S)
+
+
+def _error_of(ended: Child) -> TwinstageError:
+    # 2 is what roles end with when flags, model or machine are wrong: something the operator can change.
+    return (ConfigError if ended.exit_code == 2 else InternalError)(ended.end_in_words())

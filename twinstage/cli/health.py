@@ -1,0 +1,45 @@
+"""Waits for a router's health service, on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from twinstage.telemetry.log import get_logger
+
+logger = get_logger(__name__)
+
+
+@contextmanager
+def watch_until_serving(address: str, services: Sequence[str], *, on_serving: Callable[[], None]) -> Iterator[None]:
+    """Call `on_serving`, on a thread, when every service is SERVING; leaving the scope gives up."""
+    channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    def watch() -> None:
+        try:
+            for service in services:
+                _wait_for_one(stub, service)
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed before the call began
+            logger.debug("health is not watched any more", address=address, error=str(error))
+        else:
+            on_serving()
+
+    thread = Thread(target=watch, name="health", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        channel.close()
+        thread.join(5)
+
+
+def _wait_for_one(stub: health_pb2_grpc.HealthStub, service: str) -> None:
+    request = health_pb2.HealthCheckRequest(service=service)
+    for response in stub.Watch(request, wait_for_ready=True):
+        if response.status == health_pb2.HealthCheckResponse.SERVING:
+            return

@@ -1,0 +1,38 @@
+"""The Python client of a Twinstage router. Needs neither torch nor Transformers."""
+
+from __future__ import annotations
+
+from twinstage.client.aio import AsyncGenerationStream, AsyncTwinstageClient
+from twinstage.client.client import GenerationStream, TwinstageClient
+from twinstage.client.options import Options, Output, Sampling, Stopping
+from twinstage.client.results import (
+    Continuation,
+    Delta,
+    Embeddings,
+    Generation,
+    ModelInfo,
+    PromptInfo,
+    Summary,
+    TokenText,
+    WorkerInfo,
+)
+
+__all__ = [
+    "AsyncGenerationStream",
+    "AsyncTwinstageClient",
+    "Continuation",
+    "Delta",
+    "Embeddings",
+    "Generation",
+    "GenerationStream",
+    "ModelInfo",
+    "Options",
+    "Output",
+    "PromptInfo",
+    "Sampling",
+    "Stopping",
+    "Summary",
+    "TokenText",
+    "TwinstageClient",
+    "WorkerInfo",
+]

@@ -1,0 +1,60 @@
+"""How the client reaches a router, and what it makes of failed calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import grpc
+
+from twinstage.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    TwinstageError,
+    Unavailable,
+    Unimplemented,
+)
+from twinstage.rpc.status import DETAILS_METADATA_KEY, error_from_rpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # a router that was cut off is noticed though no token is due
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.primary_user_agent", "twinstage-python"),
+)
+
+# What a status without the router's details means: gRPC itself, or something between, made it.
+_TRANSPORT_ERRORS: dict[grpc.StatusCode, type[TwinstageError]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+}
+
+
+def error_of(error: grpc.RpcError, address: str) -> TwinstageError:
+    """The error that a failed call stands for, with the violations, retry time and so on that the router sent."""
+    call = cast("grpc.aio.AioRpcError", error)  # errors of blocking calls have the same methods
+    metadata = cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ())
+    if any(key == DETAILS_METADATA_KEY for key, _ in metadata):
+        return error_from_rpc(call)
+    code, details = call.code(), call.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(f"no router answers at {address} ({details}); check the address, or run: twinstage serve")
+    error_class = _TRANSPORT_ERRORS.get(code, InternalError)
+    return error_class(f"{address} answered {code.name}" + (f": {details}" if details else ""))
+
+
+@contextmanager
+def our_errors(address: str) -> Iterator[None]:
+    """Turn gRPC's errors within the scope into ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error, address) from error

@@ -1,0 +1,172 @@
+"""The blocking client.
+
+    with TwinstageClient("localhost:50051") as client:
+        print(client.generate("The capital of France is").text)
+        with client.chat_stream("Tell me a story.") as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+        print(stream.summary.usage)
+
+Every method raises errors from `twinstage.errors`. Calls may be made from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import grpc
+
+from twinstage.client import requests, responses
+from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
+from twinstage.client.options import DEFAULT_OPTIONS, Options
+from twinstage.client.requests import ChatInput, GenerationInput
+from twinstage.client.results import Delta, Embeddings, Generation, ModelInfo, PromptInfo, Summary, WorkerInfo
+from twinstage.client.stream_state import StreamEvent, StreamState
+from twinstage.types import Truncation
+from twinstage.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    embedding_pb2_grpc,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+ADMIN_TIMEOUT_S = 10.0
+
+
+class StreamingCall(Protocol):
+    """The part of a gRPC call that a stream uses."""
+
+    def __iter__(self) -> Iterator[StreamEvent]: ...
+
+    def cancel(self) -> None: ...
+
+
+class GenerationStream:
+    """A running generation: iterate over its deltas. Leaving the scope early cancels it.
+
+    `prompt_info` is known once the first delta is, `summary` when the iteration has ended.
+    """
+
+    def __init__(self, call: StreamingCall, address: str) -> None:
+        self._call = call
+        self._events = iter(call)
+        self._address = address
+        self._state = StreamState()
+
+    @property
+    def prompt_info(self) -> PromptInfo | None:
+        return self._state.prompt_info
+
+    @property
+    def summary(self) -> Summary | None:
+        return self._state.summary
+
+    def cancel(self) -> None:
+        """Tell the router that nobody waits any more; harmless when the stream has ended."""
+        self._call.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while True:
+            try:
+                event = next(self._events)
+            except StopIteration:
+                self._state.check_complete()
+                raise
+            except grpc.RpcError as error:
+                raise error_of(error, self._address) from error
+            delta = self._state.take(event)
+            if delta is not None:
+                return delta
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class TwinstageClient:
+    """A connection to a router at `address` ("host:port"); it is made when the first call needs it."""
+
+    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self.address = address
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._embedding = embedding_pb2_grpc.EmbeddingServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def generate(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> Generation:
+        """Continue one prompt or a batch of them."""
+        with our_errors(self.address):
+            response = self._generation.Generate(requests.generate_request(prompt, options), timeout=options.timeout_s)
+        return responses.generation(response)
+
+    def generate_stream(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> GenerationStream:
+        """Continue a prompt; text comes as it is generated."""
+        request = requests.generate_request(prompt, options)
+        return GenerationStream(self._generation.GenerateStream(request, timeout=options.timeout_s), self.address)
+
+    def chat(self, conversation: ChatInput, options: Options = DEFAULT_OPTIONS) -> Generation:
+        """Answer a conversation; a string is one message of the user."""
+        with our_errors(self.address):
+            response = self._generation.Chat(requests.chat_request(conversation, options), timeout=options.timeout_s)
+        return responses.chat(response)
+
+    def chat_stream(self, conversation: ChatInput, options: Options = DEFAULT_OPTIONS) -> GenerationStream:
+        """Answer a conversation; text comes as it is generated."""
+        request = requests.chat_request(conversation, options)
+        return GenerationStream(self._generation.ChatStream(request, timeout=options.timeout_s), self.address)
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        model: str = "",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncation: Truncation | None = None,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """Embed texts. Without `truncation`, a text that is too long is an error."""
+        request = requests.embed_request(
+            texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
+        )
+        with our_errors(self.address):
+            return responses.embeddings(self._embedding.Embed(request, timeout=timeout_s))
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers that the router knows."""
+        with our_errors(self.address):
+            response = self._admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=ADMIN_TIMEOUT_S)
+        return tuple(map(responses.worker, response.workers))
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served."""
+        with our_errors(self.address):
+            response = self._models.ListModels(model_pb2.ListModelsRequest(), timeout=ADMIN_TIMEOUT_S)
+        return tuple(map(responses.model, response.models))
+
+    def close(self) -> None:
+        """End the connection and every call on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,28 @@
+"""What a caller may say about a request besides its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from twinstage.types import RawOutput, RawSampling, RawStopping
+
+# The same types that the router makes of a message: every field may be left out, and the router checks them.
+Sampling = RawSampling
+Stopping = RawStopping
+Output = RawOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a generation. `timeout_s` becomes the call's deadline; None leaves it to the router."""
+
+    model: str = ""
+    request_id: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    stopping: Stopping = field(default_factory=Stopping)
+    output: Output = field(default_factory=Output)
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+DEFAULT_OPTIONS = Options()

@@ -1,0 +1,135 @@
+"""From the client's arguments to messages of the public API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import empty_pb2, struct_pb2
+
+from twinstage.client.options import Options, Output, Sampling, Stopping
+from twinstage.rpc.convert_values import seconds_to_proto
+from twinstage.types import BatchPrompt, ChatMessage, ChatPrompt, TextPrompt, TokenPrompt, Truncation
+from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2
+
+GenerationInput = str | TextPrompt | TokenPrompt | BatchPrompt
+ChatInput = str | Sequence[ChatMessage] | ChatPrompt
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+def generate_request(prompt: GenerationInput, options: Options) -> generation_pb2.GenerateRequest:
+    request = generation_pb2.GenerateRequest(**_common(options))
+    match prompt:
+        case str():
+            request.prompt = prompt
+        case TextPrompt():
+            request.prompt = prompt.text
+        case TokenPrompt():
+            request.prompt_token_ids.ids.extend(prompt.token_ids)
+        case BatchPrompt():
+            request.batch.prompts.extend(_batch_entry(entry) for entry in prompt.prompts)
+    return request
+
+
+def chat_request(conversation: ChatInput, options: Options) -> generation_pb2.ChatRequest:
+    """A string is one message of the user."""
+    if isinstance(conversation, str):
+        conversation = (ChatMessage(role="user", content=conversation),)
+    prompt = conversation if isinstance(conversation, ChatPrompt) else ChatPrompt(messages=tuple(conversation))
+    request = generation_pb2.ChatRequest(
+        messages=[
+            generation_pb2.ChatMessage(role=message.role, content=message.content, name=message.name or "")
+            for message in prompt.messages
+        ],
+        chat_template=prompt.chat_template or "",
+        continue_final_message=prompt.continue_final_message,
+        **_common(options),
+    )
+    if prompt.add_generation_prompt is not None:
+        request.add_generation_prompt = prompt.add_generation_prompt
+    if prompt.chat_template_kwargs:
+        variables = struct_pb2.Struct()
+        variables.update(dict(prompt.chat_template_kwargs))
+        request.chat_template_kwargs.CopyFrom(variables)
+    return request
+
+
+def embed_request(
+    texts: Sequence[str], *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
+) -> embedding_pb2.EmbedRequest:
+    request = embedding_pb2.EmbedRequest(
+        texts=texts, model=model, normalize=normalize, format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32
+    )
+    if dimensions is not None:
+        request.dimensions = dimensions
+    if truncation.to_model_limit:
+        request.truncation.model_limit.CopyFrom(empty_pb2.Empty())
+    elif truncation.tokens is not None:
+        request.truncation.tokens = truncation.tokens
+    if not truncation.keep_last:
+        request.truncation.side = embedding_pb2.TRUNCATION_SIDE_RIGHT
+    return request
+
+
+def _common(options: Options) -> dict[str, Any]:
+    return {
+        "model": options.model,
+        "request_id": options.request_id,
+        "sampling": _sampling(options.sampling),
+        "stopping": _stopping(options.stopping),
+        "output": _output(options.output),
+        "priority": options.priority,
+    }
+
+
+def _batch_entry(entry: TextPrompt | TokenPrompt) -> generation_pb2.PromptInput:
+    if isinstance(entry, TextPrompt):
+        return generation_pb2.PromptInput(prompt=entry.text)
+    return generation_pb2.PromptInput(prompt_token_ids=common_pb2.TokenIds(ids=entry.token_ids))
+
+
+def _sampling(sampling: Sampling) -> common_pb2.SamplingOptions:
+    given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    message = common_pb2.SamplingOptions(**{name: value for name, value in given.items() if value is not None})
+    message.logit_bias.update(sampling.logit_bias)
+    return message
+
+
+def _stopping(stopping: Stopping) -> common_pb2.StoppingOptions:
+    message = common_pb2.StoppingOptions(
+        stop=stopping.stop,
+        stop_token_ids=stopping.stop_token_ids,
+        include_stop_str_in_output=stopping.include_stop_str_in_output,
+        ignore_eos=stopping.ignore_eos,
+    )
+    if stopping.max_tokens is not None:
+        message.max_tokens = stopping.max_tokens
+    if stopping.min_tokens is not None:
+        message.min_tokens = stopping.min_tokens
+    if stopping.time_limit_s is not None:
+        message.time_limit.CopyFrom(seconds_to_proto(stopping.time_limit_s))
+    if stopping.has_repetition_detection:
+        message.repetition_detection.CopyFrom(common_pb2.RepetitionDetection())
+    return message
+
+
+def _output(output: Output) -> common_pb2.OutputOptions:
+    message = common_pb2.OutputOptions(
+        return_token_ids=output.return_token_ids, skip_special_tokens=output.skip_special_tokens
+    )
+    if output.logprobs is not None:
+        message.logprobs = output.logprobs
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = output.prompt_logprobs
+    return message

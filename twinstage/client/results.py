@@ -1,0 +1,126 @@
+"""What the client returns: frozen values, free of protos."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from twinstage.types import Finish, Placement, Role, Task, Timing, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAlternativeText:
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenText:
+    """A produced token with its log probability and rank (1 = most likely)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+    top: tuple[TokenAlternativeText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptInfo:
+    """What the router made of a request."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New text of one continuation; `finish` is set in the last delta of each."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenText, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The totals of a request."""
+
+    usage: Usage
+    timing: Timing
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """One whole continuation of a prompt, or answer to a conversation."""
+
+    index: int
+    text: str
+    finish: Finish
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answer to a unary call: one continuation per prompt and choice."""
+
+    request_id: str
+    model: str
+    results: tuple[Continuation, ...]
+    summary: Summary
+
+    @property
+    def text(self) -> str:
+        """The text of the first continuation."""
+        return self.results[0].text if self.results else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embeddings:
+    """One vector per text, in order."""
+
+    request_id: str
+    model: str
+    vectors: tuple[tuple[float, ...], ...] = field(repr=False)
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A worker as the router sees it. `state` is "connecting", "ready", "draining", "lost" or "refused"."""
+
+    worker_id: str
+    address: str
+    role: Role | None
+    state: str
+    model: str
+    total_kv_blocks: int
+    free_kv_blocks: int
+    running: int
+    waiting: int
+    finished: int
+    kv_bytes_received: int
+    transports: tuple[str, ...]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model and how many workers serve it."""
+
+    name: str
+    task: Task | None
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+    embedding_dimensions: int
+    prefill_workers: int
+    decode_workers: int
+    ready: bool

@@ -1,0 +1,38 @@
+"""What a client knows of a running stream: the same for the blocking and the asyncio client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinstage.client import responses
+from twinstage.client.results import Delta, PromptInfo, Summary
+from twinstage.errors import InternalError
+from twinstage.v1 import generation_pb2
+
+StreamEvent = generation_pb2.GenerateStreamResponse | generation_pb2.ChatStreamResponse
+
+
+@dataclass(slots=True)
+class StreamState:
+    """Takes the events of a stream in order."""
+
+    prompt_info: PromptInfo | None = None
+    summary: Summary | None = None
+
+    def take(self, event: StreamEvent) -> Delta | None:
+        """Take one event; return the delta in it. Events of kinds that this version does not know are skipped."""
+        match event.WhichOneof("event"):
+            case "prompt_info":
+                self.prompt_info = responses.prompt_info(event.prompt_info)
+            case "delta":
+                return responses.delta(event.delta)
+            case "finished":
+                return responses.finished(event.finished)
+            case "summary":
+                self.summary = responses.summary(event.summary)
+        return None
+
+    def check_complete(self) -> None:
+        """Raise InternalError when the stream ended without its summary: the end of a stream alone proves nothing."""
+        if self.summary is None:
+            raise InternalError("the stream ended without a summary; the answer may be incomplete")

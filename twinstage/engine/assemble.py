@@ -1,0 +1,155 @@
+"""From settings and a model's files to what a worker computes with, and to what it says of itself.
+
+Everything here runs once, at the start, and reports what takes time to the log.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twinstage.engine.core import EngineCore
+from twinstage.engine.found_model import FoundModel, report_progress
+from twinstage.engine.output import EngineConfig
+from twinstage.engine.runner import ModelRunner
+from twinstage.engine.settings import WorkerSettings
+from twinstage.errors import ConfigError
+from twinstage.kv.block_pool import BlockPool
+from twinstage.kv.layout import KvLayout
+from twinstage.kv.memory import BlockMemory
+from twinstage.kv.store import KvStore
+from twinstage.models.describe import describe_model
+from twinstage.models.load import load_model
+from twinstage.telemetry.log import get_logger
+from twinstage.types import Role, WorkerDescription
+
+if TYPE_CHECKING:
+    from twinstage.models.embedding import EmbeddingModel
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What a generative worker computes with; `close` when the engine's thread and all channels have ended."""
+
+    core: EngineCore
+    pool: BlockPool
+    layout: KvLayout
+    memory: BlockMemory
+
+    def close(self) -> int:
+        """Check the pool's books and give the memory back; returns the number of leaked blocks.
+
+        Raises IntegrityError when a block is neither free nor owned by exactly one table.
+        """
+        self.pool.check_integrity()
+        leaked = self.pool.num_blocks - self.pool.num_free
+        if leaked:
+            logger.error("kv blocks leaked", owners=self.pool.owners())
+        self.memory.close()
+        return leaked
+
+
+def build_engine(
+    settings: WorkerSettings, found: FoundModel, *, role: Role, protocol_version: int
+) -> tuple[EngineParts, WorkerDescription]:
+    """Load a generative model and build its engine. Raises ConfigError or ModelError."""
+    model = load_model(
+        found.resolved,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        threads=settings.compute_threads,
+        progress=report_progress,
+    )
+    layout = model.kv_layout(settings.block_size)
+    num_blocks = _num_blocks(settings, layout)
+    pool = BlockPool(num_blocks)
+    memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=layout.block_bytes)
+    config = EngineConfig(
+        max_num_sequences=settings.max_num_sequences,
+        max_tokens_per_step=settings.max_tokens_per_step,
+        max_model_len=model.max_model_len,
+        block_size=settings.block_size,
+        hold_after_first_token=role is Role.PREFILL,
+    )
+    core = EngineCore(ModelRunner(model, KvStore(layout, memory)), pool, config)
+    description = _describe(
+        settings,
+        found,
+        role=role,
+        protocol_version=protocol_version,
+        max_model_len=model.max_model_len,
+        layout=layout,
+        num_blocks=num_blocks,
+    )
+    if num_blocks < layout.blocks_for(model.max_model_len):
+        logger.warning(
+            "the KV pool is smaller than the longest sequence; raise --kv-cache-bytes or lower --max-model-len",
+            pool_tokens=num_blocks * layout.block_size,
+            max_model_len=model.max_model_len,
+        )
+    return EngineParts(core=core, pool=pool, layout=layout, memory=memory), description
+
+
+def build_encoder(
+    settings: WorkerSettings, found: FoundModel, *, protocol_version: int
+) -> tuple[EmbeddingModel, WorkerDescription]:
+    """Load an embedding model, which needs no KV memory. Raises ConfigError or ModelError."""
+    from twinstage.models.embedding import EmbeddingModel
+
+    encoder = EmbeddingModel.load(
+        found.resolved, threads=settings.compute_threads, max_model_len=settings.max_model_len
+    )
+    description = _describe(
+        settings,
+        found,
+        role=Role.PREFILL,
+        protocol_version=protocol_version,
+        max_model_len=encoder.max_model_len,
+        embedding_dimensions=encoder.dimensions,
+    )
+    return encoder, description
+
+
+def _num_blocks(settings: WorkerSettings, layout: KvLayout) -> int:
+    num_blocks = settings.kv_cache_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-bytes {settings.kv_cache_bytes} holds no KV block: one has {layout.block_bytes} bytes"
+        )
+    return int(num_blocks)
+
+
+def _describe(
+    settings: WorkerSettings,
+    found: FoundModel,
+    *,
+    role: Role,
+    protocol_version: int,
+    max_model_len: int,
+    layout: KvLayout | None = None,
+    num_blocks: int = 0,
+    embedding_dimensions: int = 0,
+) -> WorkerDescription:
+    return WorkerDescription(
+        worker_id=settings.identity(role),
+        epoch=secrets.randbits(63),
+        role=role,
+        protocol_version=protocol_version,
+        model=describe_model(
+            found.resolved,
+            max_model_len=max_model_len,
+            eos_token_ids=found.bundle.eos_token_ids,
+            tokenizer_fingerprint=found.bundle.fingerprint,
+            served_model_name=settings.served_model_name,
+            embedding_dimensions=embedding_dimensions,
+        ),
+        kv_layout_fingerprint=layout.fingerprint if layout is not None else "",
+        total_kv_blocks=num_blocks,
+        kv_block_size=layout.block_size if layout is not None else 0,
+        kv_block_bytes=layout.block_bytes if layout is not None else 0,
+        max_num_sequences=settings.max_num_sequences,
+        transports=settings.transports if layout is not None else (),
+    )

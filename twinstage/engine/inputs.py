@@ -1,0 +1,20 @@
+"""From what a step shall compute to the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from twinstage.engine.plan import ScheduledChunk, StepPlan
+from twinstage.models.batch import PagedBatch, PagedChunk, make_batch
+
+
+def batch_of_plan(plan: StepPlan, *, block_size: int) -> PagedBatch:
+    """Lay out the chunks of `plan`, in their order, for blocks of `block_size` tokens."""
+    return make_batch([_chunk(chunk) for chunk in plan.chunks], block_size=block_size)
+
+
+def _chunk(chunk: ScheduledChunk) -> PagedChunk:
+    return PagedChunk(
+        token_ids=chunk.sequence.token_ids_between(chunk.start, chunk.end),
+        start=chunk.start,
+        block_ids=chunk.sequence.table.block_ids,
+        samples=chunk.samples,
+    )

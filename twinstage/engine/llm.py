@@ -1,0 +1,207 @@
+"""The engine in one process, without router or transfer: the reference that the disaggregated path must equal.
+
+llm = LLM("demo")
+for result in llm.generate(["Hello"], SamplingParameters(temperature=0.0), max_tokens=16):
+    print(result.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from twinstage.engine.core import EngineCore
+from twinstage.engine.output import EngineConfig, StepOutput
+from twinstage.engine.runner import ModelRunner
+from twinstage.errors import ConfigError, IntegrityError, InternalError
+from twinstage.kv.block_pool import BlockPool
+from twinstage.kv.memory import BlockMemory
+from twinstage.kv.store import KvStore
+from twinstage.models.load import load_model
+from twinstage.models.resolve import resolve_model
+from twinstage.text.bundle import read_bundle
+from twinstage.text.stream import TextDelta, TextStream
+from twinstage.text.tokenizer import TextTokenizer
+from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec, TextOptions
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmOptions:
+    """How to load and run a model; lengths in tokens. `threads` None leaves the process's number as it is."""
+
+    revision: str | None = None
+    cache_directory: Path | None = None
+    max_model_len: int | None = None
+    dtype: str = "float32"
+    threads: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int = 512 * 1024 * 1024
+    max_num_sequences: int = 64
+    max_tokens_per_step: int = 512
+    progress: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationLimits:
+    """When a generation ends. `stop_token_ids` come on top of the model's own, which `ignore_eos` switches off."""
+
+    max_tokens: int = _DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """What became of one prompt. `tokens` carries the logprobs when they were asked for."""
+
+    prompt_token_ids: tuple[int, ...]
+    tokens: tuple[ProducedToken, ...]
+    text: str
+    finish: Finish
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.tokens)
+
+
+class LLM:
+    """A model with an engine of its own. `generate` may be called again and again, from one thread.
+
+    Raises ConfigError and ModelError as the loading does.
+    """
+
+    def __init__(self, model: str, options: LlmOptions | None = None) -> None:
+        options = options or LlmOptions()
+        resolved = resolve_model(
+            model, options.revision, cache_directory=options.cache_directory, progress=options.progress
+        )
+        self.tokenizer = TextTokenizer(read_bundle(resolved.directory))
+        paged = load_model(
+            resolved,
+            max_model_len=options.max_model_len,
+            dtype=options.dtype,
+            threads=options.threads,
+            progress=options.progress,
+        )
+        self.max_model_len = paged.max_model_len
+        self._layout = paged.kv_layout(options.block_size)
+        num_blocks = options.kv_cache_bytes // self._layout.block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"kv_cache_bytes must be at least {self._layout.block_bytes}, the size of one block")
+        self.pool = BlockPool(num_blocks)
+        self._memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=self._layout.block_bytes)
+        config = EngineConfig(
+            max_num_sequences=options.max_num_sequences,
+            max_tokens_per_step=options.max_tokens_per_step,
+            max_model_len=self.max_model_len,
+            block_size=options.block_size,
+        )
+        self._core = EngineCore(ModelRunner(paged, KvStore(self._layout, self._memory)), self.pool, config)
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParameters | None = None,
+        *,
+        max_tokens: int = _DEFAULT_MAX_TOKENS,
+        limits: GenerationLimits | None = None,
+        logprobs: int | None = None,
+        text: TextOptions | None = None,
+    ) -> list[GenerationResult]:
+        """Continue every prompt (text or token ids), all together, and return the results in the same order.
+
+        `limits` replaces `max_tokens` where more is to be said. Raises the error of the first prompt that fails, after
+        ending the others; no block stays in use in any case.
+        """
+        limits = limits or GenerationLimits(max_tokens=max_tokens)
+        jobs: dict[RequestId, _Job] = {}
+        for prompt in prompts:
+            spec = self._spec(prompt, sampling or SamplingParameters(), limits, logprobs)
+            jobs[spec.request_id] = _Job(spec, TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens))
+        try:
+            for job in jobs.values():
+                self._core.add(job.spec)
+            while self._core.has_work:
+                self._deliver(self._core.step(), jobs)
+        finally:
+            self._core.abort_all()
+        return [job.result() for job in jobs.values()]
+
+    def close(self) -> None:
+        """Check the pool's books and give the KV memory back. Idempotent. Raises IntegrityError when a block leaked."""
+        self.pool.check_integrity()
+        self._memory.close()
+        if self.pool.num_free != self.pool.num_blocks:
+            raise IntegrityError(f"{self.pool.num_blocks - self.pool.num_free} KV blocks are still in use")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spec(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParameters,
+        limits: GenerationLimits,
+        logprobs: int | None,
+    ) -> SequenceSpec:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        model_stops = () if limits.ignore_eos else self.tokenizer.bundle.eos_token_ids
+        return SequenceSpec(
+            request_id=RequestId(f"local-{next(self._request_numbers)}"),
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            max_tokens=limits.max_tokens,
+            min_tokens=limits.min_tokens,
+            stop_token_ids=limits.stop_token_ids.union(model_stops),
+            logprobs=logprobs,
+        )
+
+    def _deliver(self, output: StepOutput, jobs: dict[RequestId, _Job]) -> None:
+        if output.failed:
+            raise output.failed[0].error
+        if output.is_empty and output.num_computed_tokens == 0:
+            raise InternalError("the engine has work but computes nothing")
+        for chunk in output.chunks:
+            job = jobs[chunk.request_id]
+            job.take(job.stream.push(chunk))
+            if job.finish is not None and chunk.finish is None:  # a stop string, which workers know nothing of
+                self._core.abort(chunk.request_id)
+
+
+class _Job:
+    """One prompt on its way through the engine."""
+
+    def __init__(self, spec: SequenceSpec, stream: TextStream) -> None:
+        self.spec = spec
+        self.stream = stream
+        self.finish: Finish | None = None
+        self._tokens: list[ProducedToken] = []
+        self._text: list[str] = []
+
+    def take(self, delta: TextDelta) -> None:
+        self._tokens.extend(delta.tokens)
+        self._text.append(delta.text)
+        self.finish = self.finish or delta.finish
+
+    def result(self) -> GenerationResult:
+        if self.finish is None:
+            raise InternalError(f"{self.spec.request_id} did not end")
+        return GenerationResult(
+            prompt_token_ids=self.spec.prompt_token_ids,
+            tokens=tuple(self._tokens),
+            text="".join(self._text),
+            finish=self.finish,
+        )

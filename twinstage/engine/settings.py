@@ -1,0 +1,144 @@
+"""The settings that both kinds of worker have, read from flags and `TWINSTAGE_*` variables. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from twinstage.errors import ConfigError
+from twinstage.types import Role, WorkerId
+
+KNOWN_TRANSPORTS = ("shm", "tcp")
+MIN_SECRET_BYTES = 16
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class WorkerSettings(BaseSettings):
+    """What a prefill worker and a decode worker can both be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TWINSTAGE_",
+        cli_kebab_case=True,
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        extra="ignore",
+    )
+
+    model: str = Field(
+        default="demo",
+        description="The model: a local directory, a Hub id (org/name), a .gguf file, 'demo' or 'demo-embedding'.",
+    )
+    revision: str | None = Field(default=None, description="Revision of a Hub model; used as it is.")
+    served_model_name: str | None = Field(
+        default=None,
+        description="Name by which requests choose the model; by default derived from the model reference.",
+    )
+    listen: str = Field(default="0.0.0.0:0", description="host:port of the gRPC server; port 0 takes a free one.")
+    worker_id: str | None = Field(
+        default=None, description="Unique name of this worker; by default role, host name and a random part."
+    )
+    max_model_len: int | None = Field(
+        default=None, gt=0, description="Longest sequence in tokens; may only lower the model's own limit."
+    )
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
+    kv_cache_bytes: ByteSize = Field(
+        default=ByteSize(512 * 1024 * 1024), gt=0, description="Memory for KV blocks, such as 512MiB or 4GiB."
+    )
+    max_num_sequences: int = Field(default=64, ge=1, description="Sequences computed together at most.")
+    max_tokens_per_step: int = Field(
+        default=512, ge=1, description="Tokens computed in one step at most; longer prompts are computed in chunks."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Threads that compute; by default all CPUs this process may use."
+    )
+    dtype: Literal["float32"] = Field(default="float32", description="Number format of weights and KV.")
+    kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
+    kv_secret_file: Path | None = Field(
+        default=None,
+        description="File with the secret that both ends of a KV channel must know; without it none is asked.",
+    )
+    cache_directory: Path | None = Field(
+        default=None, description="Where prepared models are kept; by default $TWINSTAGE_CACHE or ~/.cache/twinstage."
+    )
+    drain_timeout: float = Field(
+        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
+    )
+    log_format: Literal["console", "json"] = Field(default="console", description="How log lines look.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is logged."
+    )
+
+    @field_validator("kv_transports")
+    @classmethod
+    def _transports_are_known(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if not names or len(set(names)) != len(names) or not set(names) <= set(KNOWN_TRANSPORTS):
+            raise ValueError(f"must be one or several of {', '.join(KNOWN_TRANSPORTS)}, separated by commas")
+        return ",".join(names)
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_has_a_port(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names in `kv_transports`, best first."""
+        return tuple(self.kv_transports.split(","))
+
+    @property
+    def compute_threads(self) -> int:
+        """Threads to compute with: `threads`, or the number of CPUs that this process may use."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def identity(self, role: Role) -> WorkerId:
+        """The worker's id: as given, or role, host name and a random part."""
+        return WorkerId(self.worker_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}")
+
+    def kv_secret(self) -> bytes | None:
+        """The secret of the KV channel. Raises ConfigError when the file cannot be read or is too short."""
+        if self.kv_secret_file is None:
+            return None
+        try:
+            secret = self.kv_secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"--kv-secret-file {self.kv_secret_file}: {error.strerror}") from error
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(f"--kv-secret-file {self.kv_secret_file}: needs at least {MIN_SECRET_BYTES} bytes")
+        return secret
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Take `host:port` apart; IPv6 hosts stand in brackets. Raises ValueError when it is anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
+    """Read flags, then `TWINSTAGE_*` variables, then defaults. Raises ConfigError that says what is wrong."""
+    try:
+        return CliApp.run(kind, cli_args=list(arguments))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_violations(error))) from error
+    except SettingsError as error:
+        raise ConfigError(" ".join(str(error).removeprefix("error parsing CLI: ").split())) from error
+
+
+def _violations(error: ValidationError) -> list[str]:
+    violations = []
+    for entry in error.errors(include_url=False):
+        flag = "-".join(str(part) for part in entry["loc"]).replace("_", "-")
+        violations.append(f"--{flag}: {entry['msg'].removeprefix('Value error, ')}")
+    return violations

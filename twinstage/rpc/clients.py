@@ -1,0 +1,250 @@
+"""The router's side of the worker protocol: one connection per worker, and one session per decode worker.
+
+    WorkerConnection   a channel: describe, watch_load, tokenizer_bundle, encode, prefill, open_session
+    PrefillCall        one prompt on a prefill worker: first_token(), then handed_over()
+    DecodeSession      the one stream that carries every token of a decode worker; reserve() takes blocks
+    DecodeSubscription what one request gets from that stream
+
+Every failure comes out as a TwinstageError. A connection that was closed because its worker is lost ends all calls on
+it with WorkerLost, never with a CancelledError: that one is left to whoever cancels the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from twinstage.errors import InternalError, WorkerLost
+from twinstage.rpc.convert_worker import (
+    kv_grant_to_proto,
+    sequence_spec_to_proto,
+    token_chunk_from_proto,
+    worker_description_from_proto,
+    worker_load_from_proto,
+)
+from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, SequenceTotals
+from twinstage.rpc.status import error_from_rpc
+from twinstage.types import (
+    KvGrant,
+    SequenceSpec,
+    TokenChunk,
+    WorkerDescription,
+    WorkerLoad,
+)
+from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "DecodeSession",
+    "DecodeSubscription",
+    "DecodeUpdate",
+    "EncodedBatch",
+    "FirstTokenEvent",
+    "HandedOverEvent",
+    "PrefillCall",
+    "SequenceTotals",
+    "WorkerConnection",
+]
+
+PROTOCOL_VERSION = 1  # of the worker protocol; raised with every change that an older side would misread
+SILENT_INTERVALS = 3  # a worker that reports no load for so many intervals is lost
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a batch of embeddings, or a long prompt's ids
+
+_CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Reconnecting is the worker table's business: without a pool of its own, a new channel would inherit the back-off
+    # of the one before.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenEvent:
+    """The first token of an attempt; `chunk.finish` is set when it is also the last."""
+
+    chunk: TokenChunk
+    queue_s: float
+    prefill_s: float
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOverEvent:
+    """The decode worker has acknowledged the KV blocks."""
+
+    transport: str
+    kv_bytes: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedBatch:
+    """The vectors of a batch in input order, each as little-endian 32-bit floats."""
+
+    vectors: tuple[bytes, ...]
+    queue_s: float
+    compute_s: float
+
+
+class WorkerConnection:
+    """A channel to one worker, from the first contact until the worker is lost."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._closed = False
+        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
+        self._decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """End every call on the connection with WorkerLost. Idempotent."""
+        self._closed = True
+        await self._channel.close(None)
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turn what gRPC raises into the errors of Twinstage."""
+        if self._closed:
+            raise WorkerLost(f"the worker at {self.address} is lost")
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling() > 0):
+                raise
+            raise WorkerLost(f"the worker at {self.address} is lost") from error
+        except ValueError as error:  # an enumeration of another version, from convert_worker
+            raise InternalError(f"the worker at {self.address} speaks another version: {error}") from error
+
+    async def describe(self, *, timeout_s: float) -> WorkerDescription:
+        with self.translated():
+            return worker_description_from_proto(
+                await self._worker.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
+            )
+
+    async def watch_load(self, *, interval_s: float) -> AsyncGenerator[WorkerLoad, None]:
+        """The worker's load, again and again. Raises WorkerLost when it is silent for three intervals."""
+        call = self._worker.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=round(interval_s * 1000)))
+        try:
+            while True:
+                message = await self._read_unless_silent(call, interval_s)
+                if not isinstance(message, worker_pb2.WatchLoadResponse):
+                    raise WorkerLost(f"the worker at {self.address} ended its load reports")
+                yield worker_load_from_proto(message)
+        finally:
+            call.cancel()
+
+    async def _read_unless_silent(
+        self, call: grpc.aio.UnaryStreamCall[Any, worker_pb2.WatchLoadResponse], interval_s: float
+    ) -> object:
+        """The next message. Raises WorkerLost after three intervals without one.
+
+        The intervals are waited for one by one: should this process itself have been held up, that costs one of them,
+        and the messages that have arrived meanwhile are read in the next.
+        """
+        reading = asyncio.ensure_future(call.read())
+        try:
+            for _ in range(SILENT_INTERVALS):
+                await asyncio.wait({reading}, timeout=interval_s)
+                if reading.done():
+                    with self.translated():
+                        return await reading
+        finally:
+            reading.cancel()
+        raise WorkerLost(f"the worker at {self.address} was silent for {SILENT_INTERVALS * interval_s:g} s")
+
+    async def tokenizer_bundle(self, fingerprint: str, *, timeout_s: float) -> bytes:
+        """The serialized tokenizer bundle that the worker's description names."""
+        request = worker_pb2.GetTokenizerBundleRequest(fingerprint=fingerprint)
+        with self.translated():
+            call = self._worker.GetTokenizerBundle(request, timeout=timeout_s)
+            return b"".join([piece.data async for piece in call])
+
+    async def encode(
+        self, request_id: str, inputs: Sequence[Sequence[int]], *, normalize: bool, timeout_s: float
+    ) -> EncodedBatch:
+        """Run a pooling model on token ids (special tokens included)."""
+        request = worker_pb2.EncodeRequest(
+            request_id=request_id,
+            inputs=[worker_pb2.EncodeInput(token_ids=token_ids) for token_ids in inputs],
+            normalize=normalize,
+        )
+        with self.translated():
+            response = await self._prefill.Encode(request, timeout=timeout_s)
+        if len(response.vectors) != len(inputs):
+            raise InternalError(f"the worker returned {len(response.vectors)} vectors for {len(inputs)} inputs")
+        return EncodedBatch(
+            vectors=tuple(response.vectors), queue_s=response.queue_us / 1e6, compute_s=response.compute_us / 1e6
+        )
+
+    @contextlib.contextmanager
+    def prefill(self, spec: SequenceSpec, grant: KvGrant | None, *, timeout_s: float) -> Iterator[PrefillCall]:
+        """Start a prefill. Leaving the block ends whatever of it still goes on."""
+        request = worker_pb2.PrefillRequest(
+            sequence=sequence_spec_to_proto(spec), grant=kv_grant_to_proto(grant) if grant is not None else None
+        )
+        with self.translated():
+            call = self._prefill.Prefill(request, timeout=timeout_s)
+        try:
+            yield PrefillCall(self, call)
+        finally:
+            call.cancel()
+
+    async def open_session(self, *, timeout_s: float) -> DecodeSession:
+        """Open this router's session on a decode worker."""
+        session = DecodeSession(self._decode, address=self.address, translated=self.translated)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await session.open()
+        except TimeoutError as error:
+            session.close()
+            raise WorkerLost(f"the worker at {self.address} opened no session within {timeout_s:g} s") from error
+        return session
+
+
+class PrefillCall:
+    """One prompt on a prefill worker: await `first_token`, then `handed_over`, each once."""
+
+    def __init__(
+        self,
+        connection: WorkerConnection,
+        call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+    ) -> None:
+        self._connection = connection
+        self._call = call
+
+    async def _read(self, event: str) -> worker_pb2.PrefillResponse:
+        with self._connection.translated():
+            message = await self._call.read()
+        if not isinstance(message, worker_pb2.PrefillResponse):
+            raise WorkerLost(f"the worker at {self._connection.address} ended a prefill without its {event}")
+        if message.WhichOneof("event") != event:
+            raise InternalError(f"the prefill worker sent {message.WhichOneof('event')} in the place of {event}")
+        return message
+
+    async def first_token(self) -> FirstTokenEvent:
+        event = (await self._read("first_token")).first_token
+        with self._connection.translated():
+            chunk = token_chunk_from_proto(event.chunk)
+        return FirstTokenEvent(
+            chunk=chunk,
+            queue_s=event.queue_us / 1e6,
+            prefill_s=event.prefill_us / 1e6,
+            cached_prompt_tokens=event.cached_prompt_tokens,
+        )
+
+    async def handed_over(self) -> HandedOverEvent:
+        event = (await self._read("handed_over")).handed_over
+        return HandedOverEvent(transport=event.transport, kv_bytes=event.kv_bytes, transfer_s=event.transfer_us / 1e6)

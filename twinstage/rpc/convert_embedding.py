@@ -1,0 +1,123 @@
+"""Conversion between domain types and the embedding messages of `twinstage.v1`, on the router's side.
+
+Requests are kept as they are, for admission to judge; InvalidRequest is raised only for an enumeration value that this
+version does not know.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from typing import Any
+
+from twinstage.errors import FieldViolation, InvalidRequest
+from twinstage.rpc.convert_values import optional_from_proto
+from twinstage.types import EmbeddingFormat, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+from twinstage.v1 import embedding_pb2
+
+_FORMAT_FROM_PROTO = {
+    embedding_pb2.EMBEDDING_FORMAT_UNSPECIFIED: EmbeddingFormat.FLOAT,
+    embedding_pb2.EMBEDDING_FORMAT_FLOAT: EmbeddingFormat.FLOAT,
+    embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32: EmbeddingFormat.PACKED_FLOAT32,
+    embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT16: EmbeddingFormat.PACKED_FLOAT16,
+}
+_TASKS = frozenset({embedding_pb2.POOLING_TASK_UNSPECIFIED, embedding_pb2.POOLING_TASK_EMBED})
+_SIDES = frozenset(embedding_pb2.TruncationSide.values())
+
+
+def encode_request_from_proto(request: embedding_pb2.EncodeRequest) -> RawEncodeRequest:
+    """Raises InvalidRequest for enumeration values that this version does not know."""
+    _check_enumerations(request, has_task=True)
+    return RawEncodeRequest(
+        inputs=tuple(_encode_input_from_proto(entry) for entry in request.inputs),
+        model=request.model,
+        request_id=request.request_id,
+        **_vector_options(request),
+    )
+
+
+def embed_request_from_proto(request: embedding_pb2.EmbedRequest) -> RawEncodeRequest:
+    """Raises InvalidRequest for enumeration values that this version does not know."""
+    _check_enumerations(request, has_task=False)
+    return RawEncodeRequest(
+        inputs=tuple(TextPrompt(text=text) for text in request.texts),
+        inputs_field="texts",
+        model=request.model,
+        request_id=request.request_id,
+        **_vector_options(request),
+    )
+
+
+def encode_stream_request_from_proto(request: embedding_pb2.EncodeStreamRequest) -> RawEncodeRequest:
+    """Raises InvalidRequest for enumeration values that this version does not know."""
+    _check_enumerations(request, has_task=True)
+    return RawEncodeRequest(
+        inputs=(_encode_input_from_proto(request.input),),
+        inputs_field="input",
+        model=request.model,
+        **_vector_options(request),
+    )
+
+
+_VectorRequest = embedding_pb2.EncodeRequest | embedding_pb2.EmbedRequest | embedding_pb2.EncodeStreamRequest
+
+
+def _vector_options(request: _VectorRequest) -> dict[str, Any]:
+    return {
+        "truncation": _truncation_from_proto(request.truncation),
+        "normalize": request.normalize if request.HasField("normalize") else True,
+        "dimensions": optional_from_proto(request, "dimensions"),
+        "format": _FORMAT_FROM_PROTO[request.format],
+    }
+
+
+def _check_enumerations(request: Any, *, has_task: bool) -> None:
+    violations = []
+    if request.format not in _FORMAT_FROM_PROTO:
+        violations.append(FieldViolation("format", f"unknown value {request.format}"))
+    if request.truncation.side not in _SIDES:
+        violations.append(FieldViolation("truncation.side", f"unknown value {request.truncation.side}"))
+    if has_task and request.task not in _TASKS:
+        violations.append(FieldViolation("task", f"unknown value {request.task}"))
+    if violations:
+        raise InvalidRequest(violations)
+
+
+def _encode_input_from_proto(entry: embedding_pb2.EncodeInput) -> TextPrompt | TokenPrompt | None:
+    match entry.WhichOneof("input"):
+        case "text":
+            return TextPrompt(text=entry.text)
+        case "token_ids":
+            return TokenPrompt(token_ids=tuple(entry.token_ids.ids))
+    return None
+
+
+def _truncation_from_proto(truncation: embedding_pb2.Truncation) -> Truncation:
+    limit = truncation.WhichOneof("limit")
+    return Truncation(
+        to_model_limit=limit == "model_limit",
+        tokens=truncation.tokens if limit == "tokens" else None,
+        keep_last=truncation.side != embedding_pb2.TRUNCATION_SIDE_RIGHT,
+    )
+
+
+def embedding_to_proto(
+    vector: bytes, *, index: int, prompt_tokens: int, format: EmbeddingFormat
+) -> embedding_pb2.Embedding:
+    """`vector` holds little-endian 32-bit floats. Raises InvalidRequest when a number does not fit the format."""
+    embedding = embedding_pb2.Embedding(index=index, prompt_tokens=prompt_tokens, dimensions=len(vector) // 4)
+    if format is EmbeddingFormat.PACKED_FLOAT32:
+        embedding.packed = vector
+        return embedding
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    if format is EmbeddingFormat.FLOAT:
+        embedding.values.extend(values)
+        return embedding
+    try:
+        embedding.packed = struct.pack(f"<{len(values)}e", *values)
+    except OverflowError as error:
+        raise InvalidRequest([FieldViolation("format", "a number exceeds 16 bits; ask for FLOAT")]) from error
+    return embedding

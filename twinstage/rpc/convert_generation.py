@@ -1,0 +1,274 @@
+"""Conversion between domain types and the generation messages of `twinstage.v1`, on the router's side.
+
+What a client sends is not trusted: conversion keeps it as it is, for admission to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from twinstage.rpc.convert_values import (
+    float_as_written,
+    optional_float_from_proto,
+    optional_from_proto,
+    seconds_from_proto,
+    seconds_to_proto,
+    struct_from_proto,
+)
+from twinstage.types import (
+    BatchPrompt,
+    ChatMessage,
+    ChatPrompt,
+    Finish,
+    FinishReason,
+    Placement,
+    ProducedToken,
+    RawGenerationRequest,
+    RawOutput,
+    RawSampling,
+    RawStopping,
+    TextPrompt,
+    Timing,
+    TokenPrompt,
+    Usage,
+)
+from twinstage.v1 import common_pb2, generation_pb2, tokenizer_pb2
+
+TokenText = Callable[[int], str]
+
+_FINISH_REASON_TO_PROTO = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT_LIMIT: common_pb2.FINISH_REASON_CONTEXT_LIMIT,
+    FinishReason.TIME_LIMIT: common_pb2.FINISH_REASON_TIME_LIMIT,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
+    FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def generate_request_from_proto(request: generation_pb2.GenerateRequest) -> RawGenerationRequest:
+    return RawGenerationRequest(
+        prompt=_prompt_from_proto(request),
+        model=request.model,
+        request_id=request.request_id,
+        sampling=sampling_from_proto(request.sampling),
+        stopping=stopping_from_proto(request.stopping),
+        output=output_from_proto(request.output),
+        has_structured_output=request.HasField("structured_output"),
+        priority=request.priority,
+    )
+
+
+def chat_request_from_proto(request: generation_pb2.ChatRequest) -> RawGenerationRequest:
+    return RawGenerationRequest(
+        prompt=chat_prompt_from_proto(request),
+        model=request.model,
+        request_id=request.request_id,
+        sampling=sampling_from_proto(request.sampling),
+        stopping=stopping_from_proto(request.stopping),
+        output=output_from_proto(request.output),
+        has_structured_output=request.HasField("structured_output"),
+        priority=request.priority,
+    )
+
+
+def chat_prompt_from_proto(request: generation_pb2.ChatRequest | tokenizer_pb2.RenderChatRequest) -> ChatPrompt:
+    return ChatPrompt(
+        messages=tuple(
+            ChatMessage(role=message.role, content=message.content, name=message.name or None)
+            for message in request.messages
+        ),
+        chat_template=request.chat_template or None,
+        chat_template_kwargs=struct_from_proto(request.chat_template_kwargs),
+        add_generation_prompt=optional_from_proto(request, "add_generation_prompt"),
+        continue_final_message=request.continue_final_message,
+    )
+
+
+def sampling_from_proto(sampling: common_pb2.SamplingOptions) -> RawSampling:
+    return RawSampling(
+        n=optional_from_proto(sampling, "n"),
+        temperature=optional_float_from_proto(sampling, "temperature"),
+        top_p=optional_float_from_proto(sampling, "top_p"),
+        top_k=optional_from_proto(sampling, "top_k"),
+        min_p=optional_float_from_proto(sampling, "min_p"),
+        repetition_penalty=optional_float_from_proto(sampling, "repetition_penalty"),
+        presence_penalty=optional_float_from_proto(sampling, "presence_penalty"),
+        frequency_penalty=optional_float_from_proto(sampling, "frequency_penalty"),
+        seed=optional_from_proto(sampling, "seed"),
+        logit_bias={token_id: float_as_written(bias) for token_id, bias in sampling.logit_bias.items()},
+    )
+
+
+def stopping_from_proto(stopping: common_pb2.StoppingOptions) -> RawStopping:
+    has_time_limit = stopping.HasField("time_limit")
+    return RawStopping(
+        max_tokens=optional_from_proto(stopping, "max_tokens"),
+        min_tokens=optional_from_proto(stopping, "min_tokens"),
+        stop=tuple(stopping.stop),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        include_stop_str_in_output=stopping.include_stop_str_in_output,
+        ignore_eos=stopping.ignore_eos,
+        time_limit_s=seconds_from_proto(stopping.time_limit) if has_time_limit else None,
+        has_repetition_detection=stopping.HasField("repetition_detection"),
+    )
+
+
+def output_from_proto(output: common_pb2.OutputOptions) -> RawOutput:
+    return RawOutput(
+        logprobs=optional_from_proto(output, "logprobs"),
+        prompt_logprobs=optional_from_proto(output, "prompt_logprobs"),
+        return_token_ids=output.return_token_ids,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+    )
+
+
+def _prompt_from_proto(request: generation_pb2.GenerateRequest) -> TextPrompt | TokenPrompt | BatchPrompt | None:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return TextPrompt(text=request.prompt)
+        case "prompt_token_ids":
+            return TokenPrompt(token_ids=tuple(request.prompt_token_ids.ids))
+        case "batch":
+            return BatchPrompt(prompts=tuple(_batch_entry_from_proto(entry) for entry in request.batch.prompts))
+    return None
+
+
+def _batch_entry_from_proto(entry: generation_pb2.PromptInput) -> TextPrompt | TokenPrompt:
+    if entry.WhichOneof("input") == "prompt_token_ids":
+        return TokenPrompt(token_ids=tuple(entry.prompt_token_ids.ids))
+    return TextPrompt(text=entry.prompt)  # an entry left out reads as an empty text, which admission refuses
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def prompt_info_to_proto(*, request_id: str, model: str, prompt_tokens: int) -> generation_pb2.PromptInfo:
+    return generation_pb2.PromptInfo(request_id=request_id, model=model, prompt_tokens=prompt_tokens)
+
+
+def delta_to_proto(
+    text: str, tokens: Sequence[ProducedToken], *, index: int, return_token_ids: bool, token_text: TokenText
+) -> generation_pb2.Delta:
+    """`token_text` gives the text of a token id; it is asked only for tokens that carry log probabilities."""
+    return generation_pb2.Delta(
+        index=index,
+        text=text,
+        token_ids=[token.token_id for token in tokens] if return_token_ids else [],
+        logprobs=token_logprobs_to_proto(tokens, token_text),
+    )
+
+
+def finished_to_proto(finish: Finish, *, index: int) -> generation_pb2.Finished:
+    return generation_pb2.Finished(
+        index=index, finish_reason=_FINISH_REASON_TO_PROTO[finish.reason], matched_stop=matched_stop_to_proto(finish)
+    )
+
+
+def summary_to_proto(*, usage: Usage, timing: Timing, placement: Placement) -> generation_pb2.Summary:
+    return generation_pb2.Summary(
+        usage=usage_to_proto(usage), timing=timing_to_proto(timing), placement=placement_to_proto(placement)
+    )
+
+
+def generation_result_to_proto(
+    text: str,
+    tokens: Sequence[ProducedToken],
+    *,
+    index: int,
+    finish: Finish,
+    return_token_ids: bool,
+    token_text: TokenText,
+) -> generation_pb2.GenerationResult:
+    return generation_pb2.GenerationResult(
+        index=index,
+        text=text,
+        token_ids=[token.token_id for token in tokens] if return_token_ids else [],
+        logprobs=token_logprobs_to_proto(tokens, token_text),
+        finish_reason=_FINISH_REASON_TO_PROTO[finish.reason],
+        matched_stop=matched_stop_to_proto(finish),
+    )
+
+
+def chat_result_to_proto(
+    text: str,
+    tokens: Sequence[ProducedToken],
+    *,
+    index: int,
+    finish: Finish,
+    return_token_ids: bool,
+    token_text: TokenText,
+) -> generation_pb2.ChatResult:
+    return generation_pb2.ChatResult(
+        index=index,
+        message=generation_pb2.ChatMessage(role="assistant", content=text),
+        token_ids=[token.token_id for token in tokens] if return_token_ids else [],
+        logprobs=token_logprobs_to_proto(tokens, token_text),
+        finish_reason=_FINISH_REASON_TO_PROTO[finish.reason],
+        matched_stop=matched_stop_to_proto(finish),
+    )
+
+
+def token_logprobs_to_proto(tokens: Sequence[ProducedToken], token_text: TokenText) -> list[common_pb2.TokenLogprob]:
+    """One entry per token that carries log probabilities."""
+    return [
+        common_pb2.TokenLogprob(
+            token_id=token.token_id,
+            text=token_text(token.token_id),
+            logprob=token.logprobs.logprob,
+            rank=token.logprobs.rank,
+            top=[
+                common_pb2.AlternativeToken(
+                    token_id=alternative.token_id,
+                    text=token_text(alternative.token_id),
+                    logprob=alternative.logprob,
+                )
+                for alternative in token.logprobs.top
+            ],
+        )
+        for token in tokens
+        if token.logprobs is not None
+    ]
+
+
+def matched_stop_to_proto(finish: Finish) -> common_pb2.MatchedStop | None:
+    if finish.matched_text is not None:
+        return common_pb2.MatchedStop(text=finish.matched_text)
+    if finish.matched_token_id is not None:
+        return common_pb2.MatchedStop(token_id=finish.matched_token_id)
+    return None
+
+
+def usage_to_proto(usage: Usage) -> common_pb2.Usage:
+    return common_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+    )
+
+
+def timing_to_proto(timing: Timing) -> common_pb2.Timing:
+    return common_pb2.Timing(
+        queue=seconds_to_proto(timing.queue_s),
+        tokenize=seconds_to_proto(timing.tokenize_s),
+        prefill=seconds_to_proto(timing.prefill_s),
+        kv_transfer=seconds_to_proto(timing.kv_transfer_s),
+        time_to_first_token=seconds_to_proto(timing.time_to_first_token_s),
+        decode=seconds_to_proto(timing.decode_s),
+        total=seconds_to_proto(timing.total_s),
+    )
+
+
+def placement_to_proto(placement: Placement) -> common_pb2.Placement:
+    return common_pb2.Placement(
+        prefill_worker=placement.prefill_worker,
+        decode_worker=placement.decode_worker,
+        transport=placement.transport,
+        kv_bytes=placement.kv_bytes,
+        decode_computed_prompt_tokens=placement.decode_computed_prompt_tokens,
+        retries=placement.retries,
+    )

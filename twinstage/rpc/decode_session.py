@@ -1,0 +1,203 @@
+"""The one stream that carries every token of a decode worker to this router, and what each request gets from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from twinstage.errors import TwinstageError, WorkerLost
+from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_to_proto, token_chunk_from_proto
+from twinstage.rpc.status import error_from_reason
+from twinstage.types import Finish, KvEndpoint, KvGrant, ProducedToken, RequestId, SequenceSpec, TokenChunk
+from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceTotals:
+    """What a finished request did on the decode worker."""
+
+    queue_s: float
+    decode_s: float
+    kv_bytes_received: int
+    computed_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeUpdate:
+    """All that a decode worker has said about a request since the last update."""
+
+    tokens: tuple[ProducedToken, ...]
+    finish: Finish | None
+    totals: SequenceTotals | None
+
+
+class DecodeSubscription:
+    """What a decode worker says about one request, for one reader. Tokens that nobody has read yet are joined."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._tokens: list[ProducedToken] = []
+        self._finish: Finish | None = None
+        self._totals: SequenceTotals | None = None
+        self._error: TwinstageError | None = None
+        self._news = asyncio.Event()
+        self._broken = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the worker holds nothing of the request any more."""
+        return self._finish is not None or self._error is not None
+
+    async def receive(self) -> DecodeUpdate:
+        """Wait for news. Raises what the worker reported, or WorkerLost, once all tokens before it have been read."""
+        while not self._tokens and self._finish is None:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        update = DecodeUpdate(tokens=tuple(self._tokens), finish=self._finish, totals=self._totals)
+        self._tokens.clear()
+        return update
+
+    async def broken(self) -> NoReturn:
+        """Wait until the request fails on the worker, and raise why."""
+        await self._broken.wait()
+        assert self._error is not None
+        raise self._error
+
+    def add_chunk(self, chunk: TokenChunk) -> None:
+        self._tokens += chunk.tokens
+        self._finish = chunk.finish or self._finish
+        self._news.set()
+
+    def set_totals(self, totals: SequenceTotals) -> None:
+        self._totals = totals
+
+    def fail(self, error: TwinstageError) -> None:
+        if not self.ended:
+            self._error = error
+            self._news.set()
+            self._broken.set()
+
+
+class DecodeSession:
+    """This router's stream on a decode worker. When it ends, the worker frees all that belongs to it."""
+
+    def __init__(
+        self,
+        stub: worker_pb2_grpc.DecodeServiceAsyncStub,
+        *,
+        address: str,
+        translated: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """`translated` is the connection's own: it turns what gRPC raises into our errors."""
+        self.session_id = uuid.uuid4().hex
+        self._address = address
+        self._translated = translated
+        self._stub = stub
+        self._subscriptions: dict[RequestId, DecodeSubscription] = {}
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()  # bounded by the live requests
+        self._call = stub.Session(self._requests())
+
+    async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
+        yield worker_pb2.SessionRequest(open=worker_pb2.SessionOpen(session_id=self.session_id))
+        while True:
+            yield await self._outgoing.get()
+
+    async def open(self) -> None:
+        with self._translated():
+            message = await self._call.read()
+        if not isinstance(message, worker_pb2.SessionResponse) or message.WhichOneof("message") != "opened":
+            raise WorkerLost(f"the worker at {self._address} did not open the session")
+
+    def close(self, error: TwinstageError | None = None) -> None:
+        """End the session; every subscriber gets `error`. Idempotent."""
+        self._call.cancel()
+        lost = error or WorkerLost(f"the worker at {self._address} is lost")
+        for subscription in tuple(self._subscriptions.values()):
+            subscription.fail(lost)
+
+    async def run(self) -> NoReturn:
+        """Hand out what the worker says until the stream ends, which it does with an error."""
+        error: TwinstageError = WorkerLost(f"the worker at {self._address} ended the session")
+        try:
+            while True:
+                with self._translated():
+                    message = await self._call.read()
+                    if not isinstance(message, worker_pb2.SessionResponse):
+                        raise error
+                    self._dispatch(message)
+        except TwinstageError as raised:
+            error = raised
+            raise
+        finally:
+            self.close(error)
+
+    def _dispatch(self, message: worker_pb2.SessionResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            self._dispatch_step(message.step)
+        elif kind == "failure":
+            failure = message.failure
+            subscription = self._subscriptions.get(RequestId(failure.request_id))
+            if subscription is not None:
+                subscription.fail(error_from_reason(failure.reason, failure.message))
+
+    def _dispatch_step(self, step: worker_pb2.SessionStep) -> None:
+        # Totals first: a reader that sees the finish of a request finds its totals beside it.
+        for totals in step.totals:
+            subscription = self._subscriptions.get(RequestId(totals.request_id))
+            if subscription is not None:
+                subscription.set_totals(
+                    SequenceTotals(
+                        queue_s=totals.queue_us / 1e6,
+                        decode_s=totals.decode_us / 1e6,
+                        kv_bytes_received=totals.kv_bytes_received,
+                        computed_prompt_tokens=totals.computed_prompt_tokens,
+                    )
+                )
+        for chunk in step.chunks:
+            subscription = self._subscriptions.get(RequestId(chunk.request_id))
+            if subscription is not None:
+                subscription.add_chunk(token_chunk_from_proto(chunk))
+
+    @contextlib.contextmanager
+    def subscribe(self, request_id: RequestId) -> Iterator[DecodeSubscription]:
+        """Listen to one request. Leaving the block ends the request on the worker unless it has ended there."""
+        subscription = DecodeSubscription(request_id)
+        self._subscriptions[request_id] = subscription
+        try:
+            yield subscription
+        finally:
+            del self._subscriptions[request_id]
+            if not subscription.ended:
+                self.abort(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request on the worker. Unknown and finished ones are ignored there."""
+        self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
+
+    async def reserve(self, spec: SequenceSpec, *, deadline_s: float) -> tuple[KvGrant, float]:
+        """Reserve blocks, waiting at most `deadline_s` seconds. Returns the grant and the seconds it waited."""
+        request = worker_pb2.ReserveRequest(
+            session_id=self.session_id,
+            sequence=sequence_spec_to_proto(spec),
+            deadline_ms=max(1, round(deadline_s * 1000)),
+        )
+        with self._translated():
+            response = await self._stub.Reserve(request, timeout=deadline_s)
+        grant = kv_grant_from_proto(response.grant)
+        host = self._address.rpartition(":")[0]
+        endpoints = tuple(_with_host(endpoint, host) for endpoint in grant.endpoints)
+        return replace(grant, endpoints=endpoints), response.queue_us / 1e6
+
+
+def _with_host(endpoint: KvEndpoint, host: str) -> KvEndpoint:
+    """Put the host at which the router reaches the worker into an address that leaves it out."""
+    if endpoint.transport == "tcp" and endpoint.address.startswith(":"):
+        return replace(endpoint, address=host + endpoint.address)
+    return endpoint

@@ -1,0 +1,87 @@
+"""The tokenizer of one model: text to token ids and back. Immutable, so any thread may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from twinstage.errors import ModelError
+from twinstage.text.bundle import TokenizerBundle
+
+
+class TextTokenizer:
+    """Encodes and decodes with the bundle's tokenizer; truncation and padding from its file are switched off."""
+
+    def __init__(self, bundle: TokenizerBundle) -> None:
+        self.bundle = bundle
+        try:
+            self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+        except Exception as error:  # tokenizers raises plain Exception for a malformed document
+            raise ModelError(f"the bundle's tokenizer cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out when asked to skip special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether tokens spelled <0x00> to <0xFF> are joined as bytes, a whole run at a time."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Split text into token ids, by default with the special tokens that the model expects around an input."""
+        return self._tokenizer.encode(self._prepared(text), add_special_tokens=add_special_tokens).ids
+
+    def encode_truncated(self, text: str, *, max_tokens: int, keep_last: bool) -> list[int]:
+        """Split text into at most `max_tokens` ids, special tokens included.
+
+        `keep_last` cuts the beginning of the text, otherwise its end is cut. Special tokens are never cut, so a limit
+        below their number gives them alone.
+        """
+        encoding = self._tokenizer.encode(self._prepared(text), add_special_tokens=False)
+        room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
+        encoding.truncate(room, direction="left" if keep_last else "right")
+        return self._tokenizer.post_process(encoding, None, add_special_tokens=True).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Join token ids into text. Ids that are not in the vocabulary give no text."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_piece(self, token_id: int) -> str:
+        """The token as the vocabulary spells it ("Ġworld"); empty for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text inside a sentence (" world"); bytes that are no character by themselves show as U+FFFD."""
+        alone = self.decode([token_id], skip_special_tokens=False)
+        # Some decoders strip the space of the first token, so read the text off the second of two.
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(alone) :] if twice.startswith(alone) and len(twice) > len(alone) else alone
+
+    def is_textless(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether `decode` drops this id before it joins the others."""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return True
+        return self._tokenizer.id_to_token(token_id) is None
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether this token is one byte of a run that is decoded as a whole."""
+        if not self.has_byte_fallback:
+            return False
+        piece = self.token_piece(token_id)
+        return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+    def _prepared(self, text: str) -> str:
+        return text.lower() if self.bundle.lower_case else text

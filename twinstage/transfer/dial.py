@@ -1,0 +1,95 @@
+"""How a sender reaches a receiver: the first of the grant's endpoints that both ends can use and that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from twinstage.errors import HandshakeRefused, TwinstageError
+from twinstage.transfer import shm, tcp
+from twinstage.transfer.handshake import SenderSession, greet
+from twinstage.transfer.host import host_id
+from twinstage.transfer.messages import Transport, Write
+from twinstage.transfer.shm import ShmBlockWriter
+from twinstage.transfer.tcp import TcpBlockWriter
+from twinstage.transfer.values import ChannelTimeouts, KvIdentity
+from twinstage.transfer.wire import FrameSocket
+from twinstage.types import KvEndpoint, KvGrant
+
+
+class BlockWriter(Protocol):
+    """Brings pieces of blocks to the receiver."""
+
+    def write(self, write: Write, sources: Sequence[memoryview]) -> None:
+        """Bring one source view per piece. Raises StaleHandle for a block that does not exist, else TransferError."""
+
+    def close(self) -> None:
+        """Give back what the writer holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """A connection that is ready for transfers."""
+
+    transport: Transport
+    stream: FrameSocket
+    session: SenderSession
+    writer: BlockWriter
+
+    def close(self) -> None:
+        """Close everything; no thread may use the channel any more."""
+        self.writer.close()
+        self.stream.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialler:
+    """What this end brings to every connection."""
+
+    identity: KvIdentity
+    key: bytes
+    block_bytes: int
+    transports: Collection[str]
+    timeouts: ChannelTimeouts
+
+    def dial(self, grant: KvGrant) -> Channel:
+        """Connect to the worker that gave `grant`. Raises the error of the last endpoint that was tried."""
+        refusal: TwinstageError = HandshakeRefused(
+            f"decode worker {grant.worker_id} offers {_names(grant.endpoints)} for its KV blocks; "
+            f"this worker can use {', '.join(sorted(self.transports)) or 'nothing'}"
+        )
+        for endpoint in grant.endpoints:
+            try:
+                if endpoint.transport == "shm" and "shm" in self.transports and endpoint.host_id == host_id():
+                    return self._connect(endpoint, grant, transport="shm")
+                if endpoint.transport == "tcp" and "tcp" in self.transports:
+                    return self._connect(endpoint, grant, transport="tcp")
+            except TwinstageError as error:
+                refusal = error  # another endpoint may do: a path may be invisible here, an address unreachable
+        raise refusal
+
+    def _connect(self, endpoint: KvEndpoint, grant: KvGrant, *, transport: Transport) -> Channel:
+        connect = shm.connect if transport == "shm" else tcp.connect
+        stream = FrameSocket(
+            connect(endpoint.address, timeout_s=self.timeouts.connect_s), stall_s=self.timeouts.stall_s
+        )
+        try:
+            session = greet(
+                stream,
+                identity=self.identity,
+                key=self.key,
+                grant=grant,
+                block_bytes=self.block_bytes,
+                transport=transport,
+                timeout_s=self.timeouts.handshake_s,
+            )
+        except BaseException:
+            stream.close()
+            raise
+        writer = TcpBlockWriter(stream) if session.memory is None else ShmBlockWriter(stream, session.memory)
+        return Channel(transport=transport, stream=stream, session=session, writer=writer)
+
+
+def _names(endpoints: Sequence[KvEndpoint]) -> str:
+    return ", ".join(f"{endpoint.transport} at {endpoint.address}" for endpoint in endpoints) or "no way"

@@ -1,0 +1,193 @@
+"""The messages of the KV channel: strict models, so that a wrong type, range or field never gets past the decoder.
+
+sender    Hello      Proof        Open        Write ...  Commit         Abort          Revoked
+receiver     Challenge   Welcome      Opened                   Ack|Nack         Revoke
+                         Refused      Nack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from twinstage.errors import TransferError
+from twinstage.transfer.values import HandoverCommit
+from twinstage.types import ProducedToken, RequestId, TokenAlternative, TokenLogprobs
+
+Transport = Literal["shm", "tcp"]
+Unsigned32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Unsigned64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+
+class Hello(_Body):
+    """Sender: who I am, whom I want, and a number to be answered."""
+
+    transport: Transport
+    protocol_version: Unsigned32
+    worker_id: Name
+    epoch: Unsigned64
+    layout_fingerprint: Name
+    target_worker_id: Name
+    target_epoch: Unsigned64
+    nonce: Digest
+
+
+class Challenge(_Body):
+    """Receiver: who I am, what my memory looks like, and a number to be answered."""
+
+    worker_id: Name
+    epoch: Unsigned64
+    layout_fingerprint: Name
+    num_blocks: Annotated[int, Field(ge=1, lt=1 << 32)]
+    block_bytes: Annotated[int, Field(ge=1, lt=1 << 32)]
+    nonce: Digest
+
+
+class Proof(_Body):
+    """Sender: I know the secret."""
+
+    proof: Digest
+
+
+class Welcome(_Body):
+    """Receiver: so do I. Over shm, the descriptor of the memory travels with this frame."""
+
+    proof: Digest
+
+
+class Refused(_Body):
+    """Receiver: the handshake failed; the connection ends."""
+
+    reason: Name
+    message: str = Field(max_length=1024)
+
+
+class Open(_Body):
+    """Sender: I want to use this grant. The token itself stays unsaid; `proof` binds it to this connection."""
+
+    transfer_id: Unsigned64
+    epoch: Unsigned64
+    generation: Unsigned64
+    proof: Digest
+
+
+class Opened(_Body):
+    """Receiver: you may write."""
+
+    transfer_id: Unsigned64
+
+
+class Token(_Body):
+    """The first token; `rank` and the alternatives only with `logprob`."""
+
+    token_id: Unsigned32
+    logprob: float | None = None
+    rank: Unsigned32 = 0
+    top: Annotated[tuple[tuple[Unsigned32, float], ...], Field(max_length=256)] = ()
+
+
+class Commit(_Body):
+    """Sender: all blocks are written; this is where decoding starts. Nothing of the transfer is written after it."""
+
+    transfer_id: Unsigned64
+    request_id: Name
+    num_tokens: Annotated[int, Field(ge=1, lt=1 << 32)]
+    token: Token
+
+
+class Ack(_Body):
+    """Receiver: the blocks are verified and taken over."""
+
+    transfer_id: Unsigned64
+
+
+class Nack(_Body):
+    """Receiver: the transfer failed."""
+
+    transfer_id: Unsigned64
+    reason: Name
+    message: str = Field(max_length=1024)
+
+
+class Abort(_Body):
+    """Sender: I gave the transfer up. Nothing of it is written after this."""
+
+    transfer_id: Unsigned64
+
+
+class Revoke(_Body):
+    """Receiver: stop writing, and say so."""
+
+    transfer_id: Unsigned64
+
+
+class Revoked(_Body):
+    """Sender: no write of this transfer is running, and none will begin."""
+
+    transfer_id: Unsigned64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [offset, offset + length) of one block. `checksum` is xxh3_64 of the whole block, in each of its pieces."""
+
+    position: int  # index into the grant's block_ids
+    block_id: int
+    offset: int
+    length: int
+    generation: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Sender: these pieces follow as the payload (tcp), or stand in the memory already (shm)."""
+
+    transfer_id: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+
+JsonMessage = (
+    Hello | Challenge | Proof | Welcome | Refused | Open | Opened | Commit | Ack | Nack | Abort | Revoke | Revoked
+)
+Message = JsonMessage | Write
+
+
+def commit_to_message(transfer_id: int, commit: HandoverCommit) -> Commit:
+    """The frame body for a hand-over. Raises TransferError when a value is out of range."""
+    logprobs = commit.token.logprobs
+    try:
+        token = Token(token_id=commit.token.token_id)
+        if logprobs is not None:
+            top: Sequence[tuple[int, float]] = [(entry.token_id, entry.logprob) for entry in logprobs.top]
+            token = Token(token_id=commit.token.token_id, logprob=logprobs.logprob, rank=logprobs.rank, top=tuple(top))
+        return Commit(transfer_id=transfer_id, request_id=commit.request_id, num_tokens=commit.num_tokens, token=token)
+    except ValidationError as error:
+        raise TransferError(f"the hand-over cannot be encoded: {error}"[:512]) from None
+
+
+def commit_from_message(message: Commit) -> HandoverCommit:
+    """The hand-over in a frame body."""
+    token = message.token
+    logprobs = None
+    if token.logprob is not None:
+        top = tuple(TokenAlternative(token_id, logprob) for token_id, logprob in token.top)
+        logprobs = TokenLogprobs(logprob=token.logprob, rank=token.rank, top=top)
+    return HandoverCommit(
+        request_id=RequestId(message.request_id),
+        num_tokens=message.num_tokens,
+        token=ProducedToken(token_id=token.token_id, logprobs=logprobs),
+    )

@@ -1,0 +1,278 @@
+"""The sender's side of one connection: a writer thread that does everything, and a reader thread that only listens.
+
+The reader decodes what the receiver says and puts it into the inbox. The writer takes turns: what was said, then one
+step of the next transfer that has something to do (an offer, a frame of about 1 MiB, a commit), then those that took
+too long. So a revocation is answered between two copies and never during one, transfers share the connection fairly,
+and every result is reported by the thread that would read the source blocks.
+
+A peer lives as long as its connection. When that breaks, every transfer fails and the peer retires; the next transfer
+to the same worker dials anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from twinstage.errors import Cancelled, HandshakeRefused, InternalError, StaleHandle, TransferError, TwinstageError
+from twinstage.kv.memory import BlockMemory
+from twinstage.telemetry.log import get_logger
+from twinstage.transfer.dial import Channel
+from twinstage.transfer.handshake import grant_proof
+from twinstage.transfer.messages import (
+    Abort,
+    Ack,
+    Message,
+    Nack,
+    Open,
+    Opened,
+    Revoke,
+    Revoked,
+    commit_to_message,
+)
+from twinstage.transfer.outgoing import OutgoingPhase, OutgoingTransfer
+from twinstage.transfer.reasons import error_from_reason
+from twinstage.transfer.values import HandoverFailed, TransferOutcome
+
+logger = get_logger(__name__)
+
+
+class Peer:
+    """One decode worker, as long as one connection to it lives."""
+
+    def __init__(
+        self, name: str, *, dial: Callable[[], Channel], memory: BlockMemory, layout_fingerprint: str, answer_s: float
+    ) -> None:
+        """`dial` connects, on the writer thread; `answer_s` is how long the receiver may owe an answer."""
+        self._name = name
+        self._dial = dial
+        self._memory = memory
+        self._layout_fingerprint = layout_fingerprint
+        self._answer_s = answer_s
+        self._condition = threading.Condition()
+        self._transfers: dict[int, OutgoingTransfer] = {}
+        self._ready: dict[OutgoingTransfer, None] = {}  # an ordered set: whose turn it is
+        self._inbox: deque[Message | TransferError] = deque()
+        self._closing = False
+        self._retired = False
+        self._writer = threading.Thread(target=self._run, name=f"kv-writer-{name}", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its threads still run."""
+        return self._writer.is_alive()
+
+    def start(self) -> None:
+        """Start to dial."""
+        self._writer.start()
+
+    def adopt(self, transfer: OutgoingTransfer) -> bool:
+        """Take a transfer over. False when the peer has retired. Raises StaleHandle when its id is in use."""
+        with self._condition:
+            if self._retired or self._closing:
+                return False
+            if transfer.transfer_id in self._transfers:
+                raise StaleHandle(f"transfer {transfer.transfer_id} is running already; a grant is used once")
+            self._transfers[transfer.transfer_id] = transfer
+            self._ready[transfer] = None
+            self._condition.notify()
+            return True
+
+    def wake(self, transfer: OutgoingTransfer) -> None:
+        """The transfer has something to do."""
+        with self._condition:
+            if self._transfers.get(transfer.transfer_id) is transfer:
+                self._ready[transfer] = None
+                self._condition.notify()
+
+    def close(self) -> None:
+        """Let the writer thread end: its transfers fail."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+
+    def join(self) -> None:
+        """Wait for the threads, unless called on one of them (a result's callback may close the sender)."""
+        if threading.current_thread() is not self._writer:
+            self._writer.join()
+
+    def _run(self) -> None:
+        error: TwinstageError = InternalError("the KV sender failed")
+        try:
+            channel = self._dial()
+            reader = threading.Thread(target=self._read, args=(channel,), name=f"kv-reader-{self._name}", daemon=True)
+            reader.start()
+            try:
+                logger.debug("connected to decode worker", peer=self._name, transport=channel.transport)
+                while True:
+                    self._take_turn(channel)
+            finally:
+                # Only now, when this thread writes no more, may the receiver see the end of the stream.
+                channel.stream.end()
+                reader.join()
+                channel.close()
+        except TwinstageError as broken:
+            error = broken
+        except Exception:  # the outermost boundary of this thread: the owners of its transfers must still be told
+            logger.exception("the kv sender failed", peer=self._name)
+        self._retire(error)
+
+    def _retire(self, error: TwinstageError) -> None:
+        with self._condition:
+            self._retired = True
+            transfers = list(self._transfers.values())
+            self._transfers.clear()
+            self._ready.clear()
+            expected = self._closing
+        if not expected:
+            logger.warning(
+                "no connection to decode worker", peer=self._name, transfers=len(transfers), error=str(error)
+            )
+        for transfer in transfers:
+            aborted = Cancelled("the transfer was aborted") if transfer.is_aborted else None
+            transfer.finish(HandoverFailed(aborted or error))
+
+    def _read(self, channel: Channel) -> None:
+        """Put what the receiver says into the inbox, until the connection ends."""
+        said: Message | TransferError
+        try:
+            while (frame := channel.stream.receive()) is not None:
+                self._post(frame.message)
+            said = TransferError(f"decode worker {self._name} ended the connection")
+        except TransferError as error:
+            said = error
+        self._post(said)
+
+    def _post(self, said: Message | TransferError) -> None:
+        with self._condition:
+            self._inbox.append(said)
+            self._condition.notify()
+
+    def _take_turn(self, channel: Channel) -> None:
+        """One turn of the writer; raises TransferError when the connection is over."""
+        said, transfer = self._wait()
+        for message in said:
+            self._hear(message, channel)
+        if transfer is not None and transfer.phase is not OutgoingPhase.DONE:
+            self._step(transfer, channel)
+        now_s = time.monotonic()
+        for late in self._live():
+            if late.deadline_s <= now_s:
+                self._drop(late, _too_late(late, now_s), channel)
+
+    def _wait(self) -> tuple[list[Message | TransferError], OutgoingTransfer | None]:
+        """Wait for something to do: what was said, whose turn it is, or a deadline."""
+        with self._condition:
+            while not (self._inbox or self._ready or self._closing):
+                deadline_s = min((transfer.deadline_s for transfer in self._transfers.values()), default=None)
+                timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if timeout_s is not None and timeout_s <= 0:
+                    break
+                self._condition.wait(timeout_s)
+            if self._closing:
+                raise TransferError("this worker closed its end of the KV channel")
+            said = list(self._inbox)
+            self._inbox.clear()
+            transfer = next(iter(self._ready), None)
+            if transfer is not None:
+                del self._ready[transfer]
+            return said, transfer
+
+    def _hear(self, message: Message | TransferError, channel: Channel) -> None:
+        if isinstance(message, TransferError):
+            raise message
+        if not isinstance(message, Opened | Ack | Nack | Revoke):
+            raise TransferError(f"a receiver does not send {type(message).__name__} here")
+        with self._condition:
+            transfer = self._transfers.get(message.transfer_id)
+        if transfer is not None:  # else it ended meanwhile: what is late or doubled changes nothing
+            self._hear_of(transfer, message, channel)
+        if isinstance(message, Revoke):
+            channel.stream.send(Revoked(transfer_id=message.transfer_id))
+
+    def _hear_of(self, transfer: OutgoingTransfer, message: Opened | Ack | Nack | Revoke, channel: Channel) -> None:
+        match message:
+            case Opened():
+                if transfer.phase is not OutgoingPhase.OFFERED:
+                    raise TransferError("the receiver opened a transfer that was not offered")
+                transfer.phase = OutgoingPhase.OPEN
+                transfer.answer_deadline_s = None
+                self.wake(transfer)
+            case Ack():
+                if transfer.phase is not OutgoingPhase.COMMITTED:
+                    raise TransferError("the receiver acknowledged a transfer that was not committed")
+                self._finish(transfer, transfer.done(channel.transport))
+            case Nack():
+                self._finish(transfer, HandoverFailed(error_from_reason(message.reason, message.message)))
+            case Revoke():
+                self._finish(transfer, HandoverFailed(StaleHandle("the decode worker took the grant back")))
+
+    def _step(self, transfer: OutgoingTransfer, channel: Channel) -> None:
+        """The next thing that a transfer has to do."""
+        if transfer.is_aborted:
+            self._drop(transfer, Cancelled("the transfer was aborted"), channel)
+        elif transfer.phase is OutgoingPhase.QUEUED:
+            self._offer(transfer, channel)
+        elif transfer.phase is OutgoingPhase.OPEN:
+            try:
+                self._send_more(transfer, channel)
+            except StaleHandle as error:  # a block that does not exist, here or there; the connection is well
+                self._drop(transfer, error, channel)
+
+    def _offer(self, transfer: OutgoingTransfer, channel: Channel) -> None:
+        grant = transfer.grant
+        if grant.layout_fingerprint != self._layout_fingerprint:
+            error = HandshakeRefused(
+                f"the grant is for KV layout {grant.layout_fingerprint}, not {self._layout_fingerprint}"
+            )
+            self._finish(transfer, HandoverFailed(error))
+            return
+        proof = grant_proof(
+            grant.token,
+            channel.session.transcript,
+            transfer_id=grant.transfer_id,
+            generation=grant.generation,
+        )
+        channel.stream.send(
+            Open(transfer_id=grant.transfer_id, epoch=grant.epoch, generation=grant.generation, proof=proof)
+        )
+        transfer.phase = OutgoingPhase.OFFERED
+        transfer.answer_deadline_s = time.monotonic() + self._answer_s
+
+    def _send_more(self, transfer: OutgoingTransfer, channel: Channel) -> None:
+        commit = transfer.take_commit()  # before looking for blocks: none is queued after it
+        batch = transfer.next_write(self._memory)
+        if batch is not None:
+            write, sources = batch
+            channel.writer.write(write, sources)
+            transfer.kv_bytes += write.num_bytes
+            self.wake(transfer)
+        elif commit is not None:
+            channel.stream.send(commit_to_message(transfer.transfer_id, commit))
+            transfer.phase = OutgoingPhase.COMMITTED
+            transfer.answer_deadline_s = time.monotonic() + self._answer_s
+
+    def _drop(self, transfer: OutgoingTransfer, error: TwinstageError, channel: Channel) -> None:
+        """End a transfer from this side, and tell the receiver if it knows of it."""
+        known = transfer.phase is not OutgoingPhase.QUEUED
+        self._finish(transfer, HandoverFailed(error))
+        if known:
+            channel.stream.send(Abort(transfer_id=transfer.transfer_id))
+
+    def _finish(self, transfer: OutgoingTransfer, outcome: TransferOutcome) -> None:
+        with self._condition:
+            del self._transfers[transfer.transfer_id]
+            self._ready.pop(transfer, None)
+        transfer.finish(outcome)
+
+    def _live(self) -> list[OutgoingTransfer]:
+        with self._condition:
+            return list(self._transfers.values())
+
+
+def _too_late(transfer: OutgoingTransfer, now_s: float) -> TransferError:
+    if transfer.lease_deadline_s <= now_s:
+        return StaleHandle("the lease of the grant ran out before the hand-over was complete")
+    return TransferError("the decode worker did not answer in time")

@@ -1,0 +1,73 @@
+"""What the users of the KV channel see: who the ends are, what is handed over, and how it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinstage.errors import TwinstageError
+from twinstage.types import ProducedToken, RequestId, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvIdentity:
+    """One end of a channel; only equal layouts and versions are paired. `epoch` is drawn at every start of a worker."""
+
+    worker_id: WorkerId
+    epoch: int
+    layout_fingerprint: str
+    protocol_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelTimeouts:
+    """The longest waits of either end, in seconds.
+
+    connect      until a connection stands
+    handshake    until both ends have proved who they are
+    answer       until the receiver answers an offer or a commit
+    stall        until a frame that has begun is complete, in either direction
+    shutdown     until peers have confirmed that they stopped writing, when a receiver closes
+    """
+
+    connect_s: float = 5.0
+    handshake_s: float = 5.0
+    answer_s: float = 10.0
+    stall_s: float = 10.0
+    shutdown_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverCommit:
+    """The end of a transfer: `num_tokens` tokens have their KV in the blocks, and `token` is the one after them."""
+
+    request_id: RequestId
+    num_tokens: int
+    token: ProducedToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedBlocks:
+    """What arrived and was verified: the first `num_blocks` blocks of the grant."""
+
+    kv_bytes: int
+    num_blocks: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverDone:
+    """The receiver acknowledged `kv_bytes` bytes, `seconds` after the commit was asked for."""
+
+    transport: str
+    kv_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverFailed:
+    """The hand-over failed, or was aborted (`Cancelled`)."""
+
+    error: TwinstageError
+
+
+TransferOutcome = HandoverDone | HandoverFailed

@@ -1,0 +1,172 @@
+"""A socket that carries frames, with a deadline on every wait that has begun.
+
+The socket is non-blocking throughout: waits are polls, which touch no block. Whoever reads payload into blocks
+therefore decides anew before every read whether the blocks may still be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twinstage.errors import TransferError
+from twinstage.transfer.frames import HEADER, Header, decode_body, decode_header, encode
+from twinstage.transfer.messages import Message
+
+_MAX_BUFFERS = 1024  # IOV_MAX: the most buffers the kernel takes in one call
+_DISCARD_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame whose payload, `payload_bytes` long, has not been read yet."""
+
+    message: Message
+    payload_bytes: int
+
+
+class FrameSocket:
+    """Frames over a stream socket. One thread may read while another sends; each direction has one user at a time."""
+
+    def __init__(self, connection: socket.socket, *, stall_s: float) -> None:
+        """Take `connection` over. A frame that has begun must be complete within `stall_s` seconds."""
+        connection.setblocking(False)
+        self.connection = connection
+        self.stall_s = stall_s
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
+
+    def send(self, message: Message, *, payload: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:
+        """Send one frame. Raises TransferError when the peer is gone or takes nothing for the stall time."""
+        header = encode(message, payload_bytes=sum(len(view) for view in payload))
+        self._send_all([memoryview(header), *payload], deadline=_deadline(timeout_s or self.stall_s))
+
+    def receive(self, *, idle_s: float | None = None) -> Frame | None:
+        """The next frame, or None when the peer ended the stream between two frames.
+
+        Waits `idle_s` seconds for its first byte (None: for ever). Raises TransferError when it is malformed, cut
+        short or late.
+        """
+        header = self.receive_header(idle_s=idle_s)
+        return None if header is None else self.receive_message(header)
+
+    def receive_header(self, *, idle_s: float | None = None) -> Header | None:
+        """The next frame's header; see `receive`."""
+        data = bytearray(HEADER.size)
+        view = memoryview(data)
+        received = self._receive_some(view, _deadline(idle_s))
+        if received == 0:
+            return None
+        self._receive_exactly(view[received:], _deadline(self.stall_s))
+        return decode_header(data)
+
+    def receive_message(self, header: Header) -> Frame:
+        """The rest of a frame whose header has been read."""
+        body = bytearray(header.body_bytes)
+        self._receive_exactly(memoryview(body), _deadline(self.stall_s))
+        return Frame(decode_body(header.kind, body), header.payload_bytes)
+
+    def receive_available(self, views: Sequence[memoryview]) -> int:
+        """Read into `views` what has arrived, without waiting; 0 when nothing has. Raises TransferError at the end."""
+        try:
+            received = self.connection.recvmsg_into(views[:_MAX_BUFFERS])[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise TransferError(f"the connection broke: {error}") from error
+        if received == 0:
+            raise TransferError("the peer ended the stream in the middle of a frame")
+        return received
+
+    def wait_readable(self, deadline: float | None) -> None:
+        """Wait until something can be read. Raises TransferError at the deadline (a reading of time.monotonic)."""
+        _wait(self._readable, deadline)
+
+    def discard(self, num_bytes: int) -> None:
+        """Read `num_bytes` bytes of payload that nobody wants."""
+        scratch = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
+        deadline = _deadline(self.stall_s)
+        while num_bytes:
+            received = self._receive_some(scratch[: min(num_bytes, len(scratch))], deadline)
+            if received == 0:
+                raise TransferError("the peer ended the stream in the middle of a frame")
+            num_bytes -= received
+
+    def discard_until_end(self) -> None:
+        """Read and drop everything until the peer ends the stream or `end` is called; has no deadline of its own."""
+        scratch = memoryview(bytearray(_DISCARD_BYTES))
+        with contextlib.suppress(TransferError):
+            while self._receive_some(scratch, None):
+                pass
+
+    def end_sending(self) -> None:
+        """Tell the peer that nothing more comes; reading goes on."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def end(self) -> None:
+        """End both directions and wake whoever waits on this socket."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; no thread may use it any more."""
+        self.connection.close()
+
+    def _send_all(self, buffers: list[memoryview], *, deadline: float | None) -> None:
+        while buffers:
+            try:
+                sent = self.connection.sendmsg(buffers[:_MAX_BUFFERS])
+            except BlockingIOError:
+                _wait(self._writable, deadline)
+                continue
+            except OSError as error:
+                raise TransferError(f"the connection broke: {error}") from error
+            buffers = after(buffers, sent)
+
+    def _receive_some(self, view: memoryview, deadline: float | None) -> int:
+        while True:
+            try:
+                return self.connection.recv_into(view)
+            except BlockingIOError:
+                _wait(self._readable, deadline)
+            except OSError as error:
+                raise TransferError(f"the connection broke: {error}") from error
+
+    def _receive_exactly(self, view: memoryview, deadline: float | None) -> None:
+        while view:
+            received = self._receive_some(view, deadline)
+            if received == 0:
+                raise TransferError("the peer ended the stream in the middle of a frame")
+            view = view[received:]
+
+
+def after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views`, taken as one run of bytes, after its first `num_bytes`."""
+    index = 0
+    while index < len(views) and num_bytes >= len(views[index]):
+        num_bytes -= len(views[index])
+        index += 1
+    rest = list(views[index:])
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest
+
+
+def _deadline(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _wait(poller: select.poll, deadline: float | None) -> None:
+    if deadline is None:
+        poller.poll()
+        return
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
+        raise TransferError("the peer did not answer in time")
