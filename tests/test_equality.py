@@ -14,9 +14,9 @@ import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from twinstage.engine.llm import LLM
 
 from harness import ProcessCluster
+from twinstage.engine.llm import LLM, LlmOptions
 from twinstage.models.resolve import resolve_model
 from twinstage.types import SamplingParameters
 from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -40,7 +40,8 @@ PROMPTS = [form.format(subject) for form in FORMS for subject in SUBJECTS]
 
 @pytest.fixture(scope="module")
 def aggregated() -> LLM:
-    return LLM("demo")
+    # One thread, like the workers: more would only fight with what else the tests run on this machine.
+    return LLM("demo", LlmOptions(threads=1))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,6 @@ def test_greedy_is_what_stock_transformers_would_choose(
     greedy_reference: list[tuple[int, ...]], aggregated: LLM
 ) -> None:
     """Given the same prefix, the stock model's most likely token is the one that was produced, at every position."""
-    torch.set_num_threads(2)
     stock = AutoModelForCausalLM.from_pretrained(resolve_model("demo").directory, dtype=torch.float32)
     for prompt, output in zip(PROMPTS, greedy_reference, strict=True):
         prompt_ids = aggregated.tokenizer.encode(prompt)
@@ -113,10 +113,14 @@ def test_greedy_is_what_stock_transformers_would_choose(
 def test_greedy_disaggregated_equals_aggregated(
     cluster: ProcessCluster, transport: str, greedy_reference: list[tuple[int, ...]]
 ) -> None:
+    decode = next(role for role in cluster.processes if role.name.startswith("decode"))
+    received_before = cluster.worker(decode.name).kv_bytes_received
     responses = _generate_all(cluster, common_pb2.SamplingOptions(temperature=0.0))
     assert [tuple(response.results[0].token_ids) for response in responses] == greedy_reference
     _check_hand_over(transport, responses)
     cluster.wait_idle()
+    received = cluster.worker(decode.name).kv_bytes_received - received_before
+    assert received == sum(response.placement.kv_bytes for response in responses)
 
 
 def test_seeded_disaggregated_equals_aggregated(
@@ -127,14 +131,6 @@ def test_seeded_disaggregated_equals_aggregated(
     assert [tuple(response.results[0].token_ids) for response in responses] == seeded_reference
     _check_hand_over(transport, responses)
     cluster.wait_idle()
-
-
-def test_bytes_received_by_the_worker_are_those_of_the_responses(cluster: ProcessCluster, transport: str) -> None:
-    decode = next(role for role in cluster.processes if role.name.startswith("decode"))
-    before = cluster.worker(decode.name).kv_bytes_received
-    responses = _generate_all(cluster, common_pb2.SamplingOptions(temperature=0.0))
-    cluster.wait_idle()
-    assert cluster.worker(decode.name).kv_bytes_received - before == sum(r.placement.kv_bytes for r in responses)
 
 
 def test_a_cancelled_call_does_not_disturb_the_others(
