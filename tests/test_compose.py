@@ -89,6 +89,9 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
         compose.run("build", "router")
         compose.run("up", "--detach", "--wait", "--wait-timeout", "240")
         yield compose
+    except AssertionError:
+        print(compose.run("logs", "--no-color", "--tail", "100"))
+        raise
     finally:
         compose.run("down", "--volumes", "--timeout", "20")
 

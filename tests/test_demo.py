@@ -68,6 +68,10 @@ def test_serve_stops_everything_on_one_ctrl_c(tmp_path: Path, tiny_model: Path) 
             check=False,
         )
         assert answer.returncode == 0, answer.stderr
+        health = subprocess.run(
+            [TWINSTAGE, "health", "--address", address], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (health.returncode, health.stdout) == (0, "SERVING\n")
         table = subprocess.run([TWINSTAGE, "workers", "--address", address], capture_output=True, text=True, timeout=60)
         assert table.returncode == 0
         assert "prefill" in table.stdout
@@ -80,6 +84,13 @@ def test_serve_stops_everything_on_one_ctrl_c(tmp_path: Path, tiny_model: Path) 
         if serve.poll() is None:
             os.killpg(serve.pid, signal.SIGKILL)
             serve.wait(10)
+
+
+def test_health_without_a_server_fails() -> None:
+    command = [TWINSTAGE, "health", "--address", "127.0.0.1:1", "--timeout", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
 
 
 def test_a_client_without_a_server_says_what_to_do() -> None:

@@ -1,4 +1,4 @@
-"""Waits for a router's health service, on a thread."""
+"""Asks health services: once, or on a thread until they serve."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from twinstage.telemetry.log import get_logger
 
 logger = get_logger(__name__)
+
+
+def check(address: str, service: str, *, timeout_s: float) -> str:
+    """The serving status of a service of the server at `address`: SERVING, NOT_SERVING, or why there is no answer."""
+    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 @contextmanager

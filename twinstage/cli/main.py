@@ -183,6 +183,21 @@ def models(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     ask.models(address, as_json=as_json)
 
 
+@app.command()
+def health(
+    address: Address = DEFAULT_ADDRESS,
+    service: Annotated[str, typer.Option("--service", help="Full name of a gRPC service; default: the server.")] = "",
+    timeout: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds to wait for an answer.")] = 3.0,
+) -> None:
+    """Ask any server of the cluster, router or worker, for its health. Exit code 0: it serves; 1: it does not."""
+    from twinstage.cli.health import check
+
+    status = check(address, service, timeout_s=timeout)
+    print(status)
+    if status != "SERVING":
+        raise typer.Exit(1)
+
+
 def _options(
     model: str,
     *,
