@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from harness import ROOT, free_port, wait_until
-from twinstage.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from twinstage.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("docker"), pytest.mark.timeout(540)]
 
