@@ -107,7 +107,9 @@ def test_everything_is_healthy_by_grpc_health(compose: Compose) -> None:
 def test_it_answers_over_tcp(compose: Compose) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{compose.port}") as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        response = stub.Generate(generation_pb2.GenerateRequest(prompt="The capital of France is"), timeout=60)
+        greedy = common_pb2.SamplingOptions(temperature=0.0)
+        request = generation_pb2.GenerateRequest(prompt="The capital of France is", sampling=greedy)
+        response = stub.Generate(request, timeout=60)
     assert "Paris" in response.results[0].text
     assert response.placement.transport == "tcp", "containers share no memory"
     assert response.placement.kv_bytes > 0
