@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from decode_worker.config import DecodeSettings
 from decode_worker.service import SERVICE_NAME, add_services
+from twinstage.addresses import split_address
 from twinstage.engine.found_model import find_model
-from twinstage.engine.settings import split_address
 from twinstage.errors import ConfigError
-from twinstage.rpc.clients import PROTOCOL_VERSION
+from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.worker_process import WorkerProcess, kv_identity, run_worker
 from twinstage.types import Role, Task
 

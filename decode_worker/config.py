@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from twinstage.engine.settings import WorkerSettings, split_address
+from twinstage.addresses import split_address
+from twinstage.engine.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):

@@ -40,11 +40,13 @@ class Intake:
         self,
         *,
         submit: Callable[[Callable[[EngineCore], None]], Future[None]],
+        on_opened: Callable[[int], None],
         on_committed: Callable[[int, ReceivedBlocks], None],
         on_failed: Callable[[int, TransferError], None],
         on_rejected: Callable[[RequestId, BaseException], None],
     ) -> None:
         self._submit = submit
+        self._on_opened = on_opened
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_rejected = on_rejected
@@ -61,16 +63,23 @@ class Intake:
         with self._lock:
             return self._grants.pop(transfer_id, None) is not None
 
+    def opened(self, transfer_id: int) -> None:
+        """A prefill worker came for the grant."""
+        self._on_opened(transfer_id)
+
     def committed(self, transfer_id: int, commit: HandoverCommit, received: ReceivedBlocks) -> None:
         """All blocks have arrived and were verified: let the engine go on with the token after the first.
 
-        Raises StaleHandle when the grant is not open any more, TransferError when the commit is about something else.
+        Raises StaleHandle when the grant is not open any more, TransferError when the commit is about something else:
+        the transfer has then failed, as nobody can commit it again.
         """
         with self._lock:
             grant = self._grants.get(transfer_id)
             if grant is None:
                 raise StaleHandle(f"transfer {transfer_id} is not expected any more")
-            _check(commit, grant)
+            if (mismatch := _mismatch(commit, grant)) is not None:
+                self._on_failed(transfer_id, mismatch)
+                raise mismatch
             del self._grants[transfer_id]
             self._on_committed(transfer_id, received)  # first, so that it is known before any token
             added = self._submit(lambda core: _add(core, grant, commit.token))
@@ -87,11 +96,12 @@ class Intake:
         self._on_failed(transfer_id, error)
 
 
-def _check(commit: HandoverCommit, grant: OpenGrant) -> None:
+def _mismatch(commit: HandoverCommit, grant: OpenGrant) -> TransferError | None:
     if commit.request_id != grant.spec.request_id:
-        raise TransferError(f"the commit is for request {commit.request_id}, the grant for {grant.spec.request_id}")
+        return TransferError(f"the commit is for request {commit.request_id}, the grant for {grant.spec.request_id}")
     if commit.num_tokens != grant.num_tokens:
-        raise TransferError(f"the commit brings {commit.num_tokens} tokens, the grant is for {grant.num_tokens}")
+        return TransferError(f"the commit brings {commit.num_tokens} tokens, the grant is for {grant.num_tokens}")
+    return None
 
 
 def _add(core: EngineCore, grant: OpenGrant, token: ProducedToken) -> None:

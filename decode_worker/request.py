@@ -1,4 +1,4 @@
-"""One request on a decode worker, and what is said about it when it is over."""
+"""One request on a decode worker, what its router is told when it is over, and the books of all requests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 
 from decode_worker.sessions import SequenceTotals, Session
 from twinstage.engine.sequence import SequenceStats
-from twinstage.errors import TwinstageError
 from twinstage.kv.block_pool import BlockTable
-from twinstage.lifecycle import DecodePhase, Failed, Lifecycle, Outcome, decode_lifecycle
-from twinstage.telemetry.log import get_logger
+from twinstage.lifecycle import DecodePhase, Lifecycle, decode_lifecycle
 from twinstage.types import KvGrant, RequestId, SequenceSpec
-
-logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -41,16 +37,47 @@ def totals_of(request: DecodeRequest, stats: SequenceStats) -> SequenceTotals:
     )
 
 
-def log_end(request: DecodeRequest, phase: DecodePhase, outcome: Outcome) -> None:
-    """Log an end that is not a finish; `phase` is where the request was."""
-    if isinstance(outcome, Failed):
-        error: TwinstageError = outcome.error
-        logger.warning(
-            "decode failed",
-            request_id=request.spec.request_id,
-            phase=phase.value,
-            reason=error.reason,
-            error=str(error),
-        )
-    else:
-        logger.info("decode ended by the router", request_id=request.spec.request_id, phase=phase.value)
+class RequestBook:
+    """The requests of a worker while they live, and those that ended while somebody may still touch their blocks."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, DecodeRequest] = {}
+        self._expected: dict[int, DecodeRequest] = {}  # by transfer, until it is committed
+        self._freeing: set[RequestId] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._live or self._freeing)
+
+    def enter(self, request: DecodeRequest) -> None:
+        """A request whose blocks were granted."""
+        self._live[request.key] = request
+        self._expected[request.grant.transfer_id] = request
+
+    def get(self, key: RequestId) -> DecodeRequest | None:
+        """The live request that the engine knows by `key`."""
+        return self._live.get(key)
+
+    def live(self, session: Session | None = None) -> list[DecodeRequest]:
+        """All live requests, or those of one session."""
+        return [request for request in self._live.values() if session in (None, request.session)]
+
+    def expected(self, transfer_id: int) -> DecodeRequest | None:
+        """The live request that waits for this transfer."""
+        return self._expected.get(transfer_id)
+
+    def committed(self, transfer_id: int) -> DecodeRequest | None:
+        """The transfer is complete; returns its request if that lives."""
+        return self._expected.pop(transfer_id, None)
+
+    def end(self, request: DecodeRequest) -> None:
+        """The request lives no more."""
+        del self._live[request.key]
+        self._expected.pop(request.grant.transfer_id, None)
+
+    def hold(self, key: RequestId) -> None:
+        """Somebody may still touch the blocks of a request that ends, until `freed`."""
+        self._freeing.add(key)
+
+    def freed(self, key: RequestId) -> None:
+        self._freeing.discard(key)

@@ -64,7 +64,8 @@ class Reservations(Generic[Reserved]):
     async def take(self, wish: Wish, use: Callable[[BlockTable], Reserved], *, timeout_s: float) -> Reserved:
         """What `use` makes of the blocks; it is called as soon as it is this request's turn and they are free.
 
-        Raises DeadlineExceeded after `timeout_s`, KvExhausted when too many wait, or what `refuse` was called with.
+        Raises DeadlineExceeded after `timeout_s`, KvExhausted when too many wait, what `refuse` was called with, or
+        the TwinstageError of `use`, which leaves the blocks to be freed here.
         """
         if len(self._waiters) >= MAX_WAITING:
             raise KvExhausted(f"the KV pool is full and {MAX_WAITING} requests wait for it")
@@ -93,7 +94,11 @@ class Reservations(Generic[Reserved]):
             except KvExhausted:
                 return
             self._waiters.popleft()
-            waiter.result.set_result(waiter.use(table))
+            try:
+                waiter.result.set_result(waiter.use(table))
+            except TwinstageError as error:
+                table.release()
+                waiter.result.set_exception(error)
             self._on_change()
 
     def refuse(

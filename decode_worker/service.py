@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from decode_worker.sessions import SequenceTotals, Session, SessionMessage, SessionStep
-from twinstage.errors import FieldViolation, InvalidRequest
+from twinstage.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
 from twinstage.types import RequestId
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # it imports torch, which the process does only once its serv
     from decode_worker.worker import DecodeWorker
 
 SERVICE_NAME = "twinstage.worker.v1.DecodeService"
+OPEN_TIMEOUT_S = 10.0  # until a session's first message has come
 
 
 def add_services(server: grpc.aio.Server, loading: Loading[DecodeWorker]) -> None:
@@ -37,7 +38,11 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         worker = self._loading.get()
-        first = await anext(requests, worker_pb2.SessionRequest())
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = await anext(requests, worker_pb2.SessionRequest())
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the session was not opened within {OPEN_TIMEOUT_S:.0f} s") from error
         if not first.open.session_id:
             raise InvalidRequest([FieldViolation("open.session_id", "the first message must open the session")])
         session = worker.open_session(first.open.session_id)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from twinstage.errors import Overloaded, TwinstageError
+from twinstage.errors import AlreadyExists, Overloaded, TwinstageError, WorkerLost
 from twinstage.types import RequestId, TokenChunk
 
 MAX_UNREAD_MESSAGES = 4096
@@ -41,6 +41,26 @@ class SessionFailure:
 
 
 SessionMessage = SessionStep | SessionFailure
+
+
+class StepMessages:
+    """The messages of one engine step while they are made, one for each session."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Session, tuple[list[TokenChunk], list[SequenceTotals]]] = {}
+
+    def add(self, session: Session, chunk: TokenChunk, totals: SequenceTotals | None) -> None:
+        """A request's new tokens, and its totals if it ended with them."""
+        chunks, all_totals = self._parts.setdefault(session, ([], []))
+        chunks.append(chunk)
+        if totals is not None:
+            all_totals.append(totals)
+
+    def messages(self) -> list[tuple[Session, SessionStep]]:
+        return [
+            (session, SessionStep(chunks=tuple(chunks), totals=tuple(totals)))
+            for session, (chunks, totals) in self._parts.items()
+        ]
 
 
 class Session:
@@ -86,3 +106,42 @@ class Session:
             await self._news.wait()
         if self._error is not None:
             raise self._error
+
+
+class Sessions:
+    """The open sessions of a worker, by id."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+
+    def open(self, session_id: str) -> Session:
+        """A new session. Raises AlreadyExists."""
+        if session_id in self._open:
+            raise AlreadyExists(f"session {session_id} is open", resource_type="session", resource_name=session_id)
+        session = self._open[session_id] = Session(session_id)
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """The session of that id. Raises WorkerLost when it is not open."""
+        session = self._open.get(session_id)
+        if session is None or session.closed:
+            raise session_lost(session_id)
+        return session
+
+    def remove(self, session: Session) -> bool:
+        """Close a session and forget it; whether it was known."""
+        if self._open.get(session.session_id) is not session:
+            return False
+        del self._open[session.session_id]
+        session.close()
+        return True
+
+    def close_all(self, error: TwinstageError) -> None:
+        """Let every session end with `error` once what it holds is delivered."""
+        for session in self._open.values():
+            session.close(error)
+
+
+def session_lost(session_id: str) -> WorkerLost:
+    """The error of whatever belongs to a session that has ended."""
+    return WorkerLost(f"session {session_id} is not open on this decode worker; open a new one")

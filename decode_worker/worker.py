@@ -1,8 +1,8 @@
 """A decode worker: from reserved KV blocks to the last token.
 
-    RESERVED    blocks are granted; a prefill worker may fill them (RECEIVING is passed over: the KV channel reports the
-                end of a transfer only)
-    QUEUED      all blocks arrived and were verified; waits for a place in the batch
+    RESERVED    blocks are granted; nobody has come to fill them
+    RECEIVING   a prefill worker may be writing
+    QUEUED      all blocks arrived and were verified, or they were lost to others (preempted) and are computed again
     DECODING    tokens are produced
     DONE        finished, ended by the router, or failed
 
@@ -20,31 +20,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from decode_worker.grants import blocks_needed, make_grant
 from decode_worker.intake import Intake, OpenGrant
-from decode_worker.request import DecodeRequest, log_end, totals_of
+from decode_worker.request import DecodeRequest, RequestBook, totals_of
 from decode_worker.reservations import Reservations, Wish
-from decode_worker.sessions import SequenceTotals, Session, SessionFailure, SessionMessage, SessionStep
+from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
 from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, StepOutput
 from twinstage.engine.load_board import LoadBoard
 from twinstage.engine.loop import EngineLoop
 from twinstage.engine.sequence_check import check_sequence
-from twinstage.errors import (
-    AlreadyExists,
-    Cancelled,
-    Draining,
-    InternalError,
-    KvExhausted,
-    TransferError,
-    TwinstageError,
-    WorkerLost,
-)
+from twinstage.errors import Cancelled, Draining, InternalError, TransferError, TwinstageError
 from twinstage.kv.block_pool import BlockTable
 from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
+from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.receiver import KvReceiver
 from twinstage.transfer.values import ReceivedBlocks
-from twinstage.types import KvGrant, RequestId, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
+from twinstage.types import KvGrant, RequestId, Role, SequenceSpec, WorkerDescription, WorkerLoad
 
 logger = get_logger(__name__)
 
@@ -71,6 +64,7 @@ class DecodeWorker:
         self._engine = EngineLoop(parts.core, self._on_step, name="decode-engine")
         self._intake = Intake(
             submit=self._engine.submit,
+            on_opened=lambda transfer_id: self._call_soon(self._opened, transfer_id),
             on_committed=lambda transfer_id, received: self._call_soon(self._committed, transfer_id, received),
             on_failed=lambda transfer_id, error: self._call_soon(self._transfer_failed, transfer_id, error),
             on_rejected=lambda key, error: self._call_soon(self._rejected, key, error),
@@ -79,13 +73,11 @@ class DecodeWorker:
             parts.pool,
             may_take=lambda: not self._engine.load().waiting,  # preempted sequences come first
             headroom=lambda: self._engine.load().running,  # each may soon need one more
-            give_up=self._give_up,
+            give_up=lambda request: self._end(request, CancelledOutcome()),
             on_change=self._note_change,
         )
-        self._sessions: dict[str, Session] = {}
-        self._requests: dict[RequestId, DecodeRequest] = {}
-        self._transfers: dict[int, DecodeRequest] = {}
-        self._freeing: set[RequestId] = set()  # ended, but somebody may still touch their blocks
+        self._sessions = Sessions()
+        self._requests = RequestBook()
         self._finished = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -103,29 +95,23 @@ class DecodeWorker:
         """A router's new session. Raises AlreadyExists, or Draining."""
         if self._draining:
             raise Draining("this decode worker is shutting down")
-        if session_id in self._sessions:
-            raise AlreadyExists(f"session {session_id} is open", resource_type="session", resource_name=session_id)
-        session = self._sessions[session_id] = Session(session_id)
-        return session
+        return self._sessions.open(session_id)
 
     def end_session(self, session: Session) -> None:
         """The router has gone: end all that it asked for. Idempotent."""
-        if self._sessions.get(session.session_id) is not session:
+        if not self._sessions.remove(session):
             return
-        del self._sessions[session.session_id]
-        session.close()
-        self._reservations.refuse(_session_lost(session.session_id), session_id=session.session_id)
-        for request in list(self._requests.values()):
-            if request.session is session:
-                self._end(request, CancelledOutcome())
+        self._reservations.refuse(session_lost(session.session_id), session_id=session.session_id)
+        for request in self._requests.live(session):
+            self._end(request, CancelledOutcome())
         self._note_change()
 
     def abort(self, session: Session, request_id: RequestId) -> None:
         """The router ends a request; nothing happens when it has ended already."""
         ended = Cancelled(f"request {request_id} was ended by the router")
         self._reservations.refuse(ended, session_id=session.session_id, request_id=request_id)
-        for request in list(self._requests.values()):
-            if request.session is session and request.spec.request_id == request_id:
+        for request in self._requests.live(session):
+            if request.spec.request_id == request_id:
                 self._end(request, CancelledOutcome())
 
     async def reserve(self, session_id: str, spec: SequenceSpec, *, timeout_s: float) -> tuple[KvGrant, float]:
@@ -136,9 +122,9 @@ class DecodeWorker:
         """
         if self._draining:
             raise Draining("this decode worker is shutting down")
-        session = self._session(session_id)
+        session = self._sessions.get(session_id)
         check_sequence(spec, self.description.model)
-        needed = self._blocks_needed(spec)
+        needed = blocks_needed(spec, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         transfer_id = secrets.randbits(63)
         key = RequestId(f"{spec.request_id}#{transfer_id:x}")
         wish = Wish(request_id=spec.request_id, session_id=session_id, owner=key, num_blocks=needed)
@@ -147,54 +133,17 @@ class DecodeWorker:
 
         def use(table: BlockTable) -> DecodeRequest:
             lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
-            grant = self._make_grant(table, transfer_id=transfer_id, lease_s=lease_s)
+            endpoints = self._receiver.endpoints
+            grant = make_grant(table, self.description, transfer_id=transfer_id, endpoints=endpoints, lease_s=lease_s)
+            self._receiver.expect(grant)  # raises before anything else knows of the grant
             lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
-            return self._open(DecodeRequest(key=key, spec=spec, session=session, table=table, grant=grant, lease=lease))
+            request = DecodeRequest(key=key, spec=spec, session=session, table=table, grant=grant, lease=lease)
+            self._requests.enter(request)
+            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table))
+            return request
 
         request = await self._reservations.take(wish, use, timeout_s=timeout_s)
         return request.grant, time.monotonic() - started_s
-
-    def _session(self, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or session.closed:
-            raise _session_lost(session_id)
-        return session
-
-    def _blocks_needed(self, spec: SequenceSpec) -> int:
-        """Blocks for the tokens that are handed over. Raises KvExhausted when the request can never run here."""
-        tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
-        if self._parts.layout.blocks_for(tokens + 1) > self._parts.pool.num_blocks:
-            raise KvExhausted(
-                f"{tokens} tokens and the next one do not fit in the {self._parts.pool.num_blocks} KV blocks of "
-                "this decode worker"
-            )
-        return self._parts.layout.blocks_for(tokens)
-
-    def _make_grant(self, table: BlockTable, *, transfer_id: int, lease_s: float) -> KvGrant:
-        return KvGrant(
-            worker_id=self.description.worker_id,
-            epoch=self.description.epoch,
-            transfer_id=transfer_id,
-            generation=table.generation,
-            token=secrets.token_bytes(32),
-            block_ids=table.block_ids,
-            layout_fingerprint=self.description.kv_layout_fingerprint,
-            endpoints=self._receiver.endpoints,
-            lease_s=lease_s,
-        )
-
-    def _open(self, request: DecodeRequest) -> DecodeRequest:
-        """From now on a prefill worker may fill the request's blocks."""
-        self._requests[request.key] = request
-        self._transfers[request.grant.transfer_id] = request
-        self._intake.open(request.grant.transfer_id, OpenGrant(key=request.key, spec=request.spec, table=request.table))
-        self._receiver.expect(request.grant)
-        return request
-
-    def _give_up(self, request: DecodeRequest) -> None:
-        """The caller of `reserve` went away in the moment in which it got its blocks."""
-        if request.key in self._requests:
-            self._end(request, CancelledOutcome())
 
     # --- from other threads --------------------------------------------------------------------------
 
@@ -206,15 +155,18 @@ class DecodeWorker:
 
     # --- on the event loop ---------------------------------------------------------------------------
 
+    def _opened(self, transfer_id: int) -> None:
+        if (request := self._requests.expected(transfer_id)) is not None:
+            request.lifecycle.advance(DecodePhase.RECEIVING)
+
     def _committed(self, transfer_id: int, received: ReceivedBlocks) -> None:
-        request = self._transfers.pop(transfer_id, None)
-        if request is not None:
+        if (request := self._requests.committed(transfer_id)) is not None:
             request.lease.cancel()
             request.kv_bytes_received = received.kv_bytes
             request.lifecycle.advance(DecodePhase.QUEUED)
 
     def _transfer_failed(self, transfer_id: int, error: TransferError) -> None:
-        if (request := self._transfers.get(transfer_id)) is not None:
+        if (request := self._requests.expected(transfer_id)) is not None:
             self._end(request, Failed(error))
 
     def _rejected(self, key: RequestId, error: BaseException) -> None:
@@ -223,24 +175,27 @@ class DecodeWorker:
             self._settle(request, Failed(error if isinstance(error, TwinstageError) else InternalError(str(error))))
 
     def _lease_ended(self, transfer_id: int) -> None:
-        if (request := self._transfers.get(transfer_id)) is not None:
+        if (request := self._requests.expected(transfer_id)) is not None:
             self._end(request, Failed(TransferError("nobody filled the granted KV blocks before the lease ended")))
 
     def _deliver(self, output: StepOutput) -> None:
-        chunks: dict[Session, list[TokenChunk]] = {}
-        totals: dict[Session, list[SequenceTotals]] = {}
+        told = StepMessages()
         stats = {entry.request_id: entry for entry in output.finished}
+        for key in output.preempted:
+            request = self._requests.get(key)
+            if request is not None and request.lifecycle.phase is DecodePhase.DECODING:
+                request.lifecycle.advance(DecodePhase.QUEUED)
         for chunk in output.chunks:
             if (request := self._requests.get(chunk.request_id)) is None:
                 continue  # ended while the step ran
             if request.lifecycle.phase is DecodePhase.QUEUED:
                 request.lifecycle.advance(DecodePhase.DECODING)
-            chunks.setdefault(request.session, []).append(replace(chunk, request_id=request.spec.request_id))
+            totals = totals_of(request, stats[request.key]) if chunk.finish is not None else None
+            told.add(request.session, replace(chunk, request_id=request.spec.request_id), totals)
             if chunk.finish is not None:
-                totals.setdefault(request.session, []).append(totals_of(request, stats[request.key]))
                 self._settle(request, Finished(chunk.finish.reason))
-        for session, session_chunks in chunks.items():
-            self._tell(session, SessionStep(chunks=tuple(session_chunks), totals=tuple(totals.get(session, ()))))
+        for session, message in told.messages():
+            self._tell(session, message)
         for failure in output.failed:
             if (request := self._requests.get(failure.request_id)) is not None:
                 self._settle(request, Failed(failure.error))
@@ -253,25 +208,25 @@ class DecodeWorker:
             self.end_session(session)
 
     def _end(self, request: DecodeRequest, outcome: Outcome) -> None:
-        """End a request in whatever phase, and give its blocks back through whoever may still touch them."""
-        self._freeing.add(request.key)
+        """End a request, if it lives, and give its blocks back through whoever may still touch them."""
+        if request.lifecycle.outcome is not None:
+            return
+        self._requests.hold(request.key)
         self._settle(request, outcome)
         if self._intake.withdraw(request.grant.transfer_id):
             self._receiver.revoke(request.grant.transfer_id, partial(self._fenced, request))
         else:
-            self._engine.submit(partial(self._drop, request.key))
+            dropped = self._engine.submit(partial(_drop, request.key))
+            dropped.add_done_callback(lambda _: self._call_soon(self._freed, request.key))
 
     def _settle(self, request: DecodeRequest, outcome: Outcome) -> None:
         """The request is over; tell the router if it does not know."""
         phase = request.lifecycle.phase
         request.lifecycle.finish(outcome)
         request.lease.cancel()
-        self._transfers.pop(request.grant.transfer_id, None)
-        del self._requests[request.key]
-        if isinstance(outcome, Finished):
-            self._finished += 1
-        else:
-            log_end(request, phase, outcome)
+        self._requests.end(request)
+        self._finished += isinstance(outcome, Finished)
+        log_end(Role.DECODE, request.spec.request_id, phase=phase, outcome=outcome)
         if isinstance(outcome, Failed):
             self._tell(request.session, SessionFailure(request_id=request.spec.request_id, error=outcome.error))
         self._note_change()
@@ -281,13 +236,8 @@ class DecodeWorker:
         request.table.release()
         self._call_soon(self._freed, request.key)
 
-    def _drop(self, key: RequestId, core: EngineCore) -> None:
-        """On the engine's thread."""
-        core.abort(key)
-        self._call_soon(self._freed, key)
-
     def _freed(self, key: RequestId) -> None:
-        self._freeing.discard(key)
+        self._requests.freed(key)
         self._blocks_freed()
 
     def _blocks_freed(self) -> None:
@@ -295,10 +245,10 @@ class DecodeWorker:
         self._note_change()
 
     def _note_change(self) -> None:
-        if self._requests or self._freeing or len(self._reservations):
-            self._idle.clear()
-        else:
+        if self._requests.is_empty and not len(self._reservations):
             self._idle.set()
+        else:
+            self._idle.clear()
         self.loads.changed()
 
     def _load(self) -> WorkerLoad:
@@ -328,12 +278,11 @@ class DecodeWorker:
     def end_streams(self) -> None:
         """Let sessions and load watches end once their last message is delivered."""
         self.loads.end()
-        for session in self._sessions.values():
-            session.close(Draining("this decode worker has shut down"))
+        self._sessions.close_all(Draining("this decode worker has shut down"))
 
     def abort_all(self) -> None:
         """End everything that runs."""
-        for request in list(self._requests.values()):
+        for request in self._requests.live():
             self._end(request, Failed(Draining("this decode worker was shut down")))
 
     def close(self) -> int:
@@ -343,5 +292,6 @@ class DecodeWorker:
         return self._parts.close()
 
 
-def _session_lost(session_id: str) -> WorkerLost:
-    return WorkerLost(f"session {session_id} is not open on this decode worker; open a new one")
+def _drop(key: RequestId, core: EngineCore) -> None:
+    """On the engine's thread."""
+    core.abort(key)

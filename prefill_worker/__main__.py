@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefill_worker.config import PrefillSettings
 from prefill_worker.service import SERVICE_NAME, add_services
 from twinstage.engine.found_model import FoundModel, find_model
-from twinstage.rpc.clients import PROTOCOL_VERSION
+from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.worker_process import WorkerProcess, kv_identity, run_worker
 from twinstage.types import Role, Task
 

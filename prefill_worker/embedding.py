@@ -148,12 +148,14 @@ class EmbeddingWorker:
     def _encode(self, inputs: list[list[int]], normalize: bool) -> tuple[bytes, ...]:
         try:
             vectors = self._encoder.encode(inputs, normalize=normalize)
+            if len(vectors) != len(inputs):
+                raise ComputeFailed(f"the model gave {len(vectors)} vectors for {len(inputs)} inputs")
+            return tuple(np.ascontiguousarray(vector, dtype="<f4").tobytes() for vector in vectors)
         except TwinstageError:
             raise
         except Exception as error:  # the outermost boundary of the compute thread: one batch fails, the worker lives
             logger.exception("encoding failed", inputs=len(inputs))
             raise ComputeFailed(f"computing {len(inputs)} vectors failed: {error}") from error
-        return tuple(np.ascontiguousarray(vector, dtype="<f4").tobytes() for vector in vectors)
 
     def _load(self) -> WorkerLoad:
         return WorkerLoad(

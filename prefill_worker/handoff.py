@@ -11,6 +11,7 @@ the transfer's result.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from twinstage.engine.core import ComputedChunk
 from twinstage.errors import TransferError, TwinstageError
@@ -49,21 +50,28 @@ class Handoff:
                 complete = -(-computed.total_tokens // self._block_size)
             fresh = computed.block_ids[len(self._written) : complete]
             if fresh:
-                self._transfer.write(fresh, len(self._written))
                 self._written += fresh
+                self._unless_refused(lambda: self._transfer.write(fresh, len(self._written) - len(fresh)))
 
     def commit(self, commit: HandoverCommit) -> None:
         """Everything is written: let the decode worker check it and go on with the first token."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._transfer.commit(commit)
+                self._unless_refused(lambda: self._transfer.commit(commit))
 
     def abort(self) -> None:
         """Give the hand-over up; idempotent. The transfer's result still follows."""
         with self._lock:
             self._closed = True
         self._transfer.abort()
+
+    def _unless_refused(self, act: Callable[[], None]) -> None:
+        """What the channel refuses to do ends this hand-over, and must not disturb those of the same step."""
+        try:
+            act()
+        except TwinstageError as error:
+            self._give_up(error)
 
     def _give_up(self, error: TwinstageError) -> None:
         self._closed = True

@@ -7,7 +7,8 @@
 
 Two threads and the event loop take part. Everything about a request is decided on the event loop; the engine thread
 computes and feeds the hand-over; the channel's thread reports the transfer's result. `_free` is the one way in which
-a request's blocks come back, whatever ended it: first the transfer stops reading them, then the engine frees them.
+a request's blocks come back, whatever ended it: the engine computes no more, the transfer stops reading, and then the
+engine frees them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from functools import partial
 
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
 from prefill_worker.handoff import Handoff
-from prefill_worker.request import PrefillRequest, log_end
+from prefill_worker.request import PrefillRequest
 from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, SequenceStats, StepOutput
 from twinstage.engine.load_board import LoadBoard
 from twinstage.engine.loop import EngineLoop
 from twinstage.engine.sequence_check import check_sequence
-from twinstage.errors import Cancelled, Draining, InternalError, KvExhausted
+from twinstage.errors import Cancelled, Draining, FieldViolation, InternalError, InvalidRequest, KvExhausted
 from twinstage.lifecycle import (
     CancelledOutcome,
     Failed,
@@ -33,10 +34,11 @@ from twinstage.lifecycle import (
     Outcome,
     PrefillPhase,
 )
+from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.sender import KvSender
 from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
-from twinstage.types import KvGrant, RequestId, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
+from twinstage.types import KvGrant, RequestId, Role, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
 
 logger = get_logger(__name__)
 
@@ -93,7 +95,7 @@ class PrefillWorker:
         if self._draining:
             raise Draining("this prefill worker is shutting down")
         check_sequence(spec, self.description.model)
-        self._check_fits(spec)
+        self._check_fits(spec, grant)
         self._serial += 1
         request = PrefillRequest(key=RequestId(f"{spec.request_id}#{self._serial}"), spec=spec)
         if grant is not None:
@@ -106,13 +108,16 @@ class PrefillWorker:
         self._engine.submit(partial(self._add, request.key, spec, request.handoff))
         return request
 
-    def _check_fits(self, spec: SequenceSpec) -> None:
+    def _check_fits(self, spec: SequenceSpec, grant: KvGrant | None) -> None:
         tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         needed = self._parts.layout.blocks_for(tokens)
         if needed > self._parts.pool.num_blocks:
             raise KvExhausted(
                 f"{tokens} tokens need {needed} KV blocks, but this prefill worker has {self._parts.pool.num_blocks}"
             )
+        if grant is not None and len(grant.block_ids) != needed:
+            wrong = f"has {len(grant.block_ids)} blocks, but the sequence needs {needed}"
+            raise InvalidRequest([FieldViolation("grant.block_ids", wrong)])
 
     # --- on the engine thread ------------------------------------------------------------------------
 
@@ -121,10 +126,9 @@ class PrefillWorker:
             self._handoffs[key] = handoff
         core.add(replace(spec, request_id=key))
 
-    def _drop(self, key: RequestId, core: EngineCore) -> None:
+    def _stop(self, key: RequestId, core: EngineCore, *, keep_blocks: bool) -> None:
         self._handoffs.pop(key, None)
-        core.abort(key)
-        self._call_soon(self._forget, key)
+        core.abort(key, keep_blocks=keep_blocks)
 
     def _on_step(self, output: StepOutput) -> None:
         self._call_soon(self._deliver, output)  # the first token waits for no block
@@ -215,19 +219,19 @@ class PrefillWorker:
             phase = request.lifecycle.phase
             request.lifecycle.finish(outcome)
             request.events.put_nowait(None)
-            if isinstance(outcome, Finished):
-                self._finished += 1
-            else:
-                log_end(request, phase, outcome)
+            self._finished += isinstance(outcome, Finished)
+            log_end(Role.PREFILL, request.spec.request_id, phase=phase, outcome=outcome)
         self._free(request)
 
     def _free(self, request: PrefillRequest) -> None:
         """Give back all that the request holds; idempotent. The blocks stay until the transfer has stopped reading."""
         if request.transfer_open and request.handoff is not None:
+            self._engine.submit(partial(self._stop, request.key, keep_blocks=True))
             request.handoff.abort()  # comes back through _transfer_ended
         elif request.in_engine:
             request.in_engine = False
-            self._engine.submit(partial(self._drop, request.key))
+            dropped = self._engine.submit(partial(self._stop, request.key, keep_blocks=False))
+            dropped.add_done_callback(lambda _: self._call_soon(self._forget, request.key))
 
     def _forget(self, key: RequestId) -> None:
         del self._requests[key]

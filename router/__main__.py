@@ -20,14 +20,18 @@ from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.service import SERVICE_NAMES, add_services, update_health
 from router.workers import WorkerTable
-from twinstage.engine.settings import read_settings
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.reflection import add_reflection
 from twinstage.rpc.server import bind, create_server, run_until_signalled
+from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
 from twinstage.telemetry.process import exit_with_parent_if_asked
+
+LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
+MIN_LIVE_GENERATIONS = 16  # also while no decode worker is ready: requests of one token need none
+MAX_LIVE_EMBEDDINGS = 256  # unless configured; what they hold is memory of the router alone
 
 logger = get_logger(__name__)
 
@@ -41,20 +45,24 @@ class Router:
         self._executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._health = HealthService(SERVICE_NAMES)
         self._live = LiveRequests()
-        self._gates = [
-            Gate(max_live=settings.max_live_requests, max_queued=settings.max_queued_requests) for _ in range(2)
-        ]
+        self._generation_gate = Gate(max_live=self._max_live_generations, max_queued=settings.max_queued_requests)
+        self._embedding_gate = Gate(
+            max_live=settings.max_live_requests or MAX_LIVE_EMBEDDINGS, max_queued=settings.max_queued_requests
+        )
         self.workers = WorkerTable(
             report_interval_s=settings.report_interval,
             lookup_interval_s=settings.lookup_interval,
-            on_change=lambda: update_health(self._health, self.workers),
+            on_change=self._workers_changed,
         )
-        self._server = create_server()
+        self._server = create_server(
+            max_connection_age_s=settings.max_connection_age,
+            max_connection_age_grace_s=settings.max_connection_age_grace,
+        )
         self._add_services()
         self.port = 0
 
     def _add_services(self) -> None:
-        settings, (generation_gate, embedding_gate) = self._settings, self._gates
+        settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate
         deadlines = Deadlines(default_s=settings.default_timeout, longest_s=settings.max_timeout)
         generation = Generation(
             workers=self.workers,
@@ -71,13 +79,21 @@ class Router:
             workers=self.workers,
             generation=generation,
             embedding=embedding,
+            generation_gate=generation_gate,
             embedding_gate=embedding_gate,
             live=self._live,
             deadlines=deadlines,
-            max_live_requests=settings.max_live_requests,
         )
         self._health.attach(self._server)
         add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE))
+
+    def _max_live_generations(self) -> int:
+        rows = self.workers.decode_rows
+        return self._settings.max_live_requests or max(MIN_LIVE_GENERATIONS, LIVE_PER_DECODE_ROW * rows)
+
+    def _workers_changed(self) -> None:
+        update_health(self._health, self.workers)
+        self._generation_gate.admit_waiting()  # whose limit may have grown
 
     async def start(self) -> None:
         """Listen, and begin to connect to the workers. Raises ConfigError when the port is taken."""
@@ -106,8 +122,8 @@ class Router:
 
     async def _drain(self) -> None:
         """Refuse new requests, and wait for those in progress."""
-        for gate in self._gates:
-            gate.close()
+        self._generation_gate.close()
+        self._embedding_gate.close()
         await self._live.wait_idle()
 
 

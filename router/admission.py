@@ -39,6 +39,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_PRIORITY = 100
 MAX_BIAS = 100.0
+CHARACTERS_PER_TOKEN = 4  # about as many in English
 
 Number = TypeVar("Number", int, float)
 
@@ -221,6 +222,23 @@ def resolve_max_tokens(raw: RawGenerationRequest, model: ServedModel) -> int:
         return own
     # More than the context has room for, so that the worker ends with CONTEXT_LIMIT and not with LENGTH.
     return model.description.max_model_len if isinstance(raw.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
+
+
+def kind_of(raw: RawGenerationRequest, model: ServedModel) -> tuple[str, int, int]:
+    """Requests of one kind take about as long: same model, and prompt and `max_tokens` of like size (powers of two)."""
+    return model.name, _size(raw.prompt).bit_length(), resolve_max_tokens(raw, model).bit_length()
+
+
+def _size(prompt: Prompt | None) -> int:
+    """Roughly its characters; tokens are known only later."""
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return CHARACTERS_PER_TOKEN * len(prompt.token_ids)
+        case ChatPrompt():
+            return sum(len(message.content) for message in prompt.messages)
+    return 0
 
 
 class Admission:

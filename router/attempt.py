@@ -24,7 +24,7 @@ class Receiver:
 
     async def broken(self) -> NoReturn:
         """Wait until the decode worker fails the request. Raises AttemptFailed."""
-        with blaming(self.worker):
+        with blaming(self.worker.key):
             await self.subscription.broken()
 
 
@@ -43,7 +43,7 @@ class AttemptFailed(Exception):
 
 
 @contextlib.contextmanager
-def blaming(worker: WorkerLife, peer: WorkerLife | None = None) -> Iterator[None]:
+def blaming(worker: WorkerKey, peer: WorkerKey | None = None) -> Iterator[None]:
     """Turn an error that a retry may cure into AttemptFailed of `worker`; a transfer may have failed by its peer."""
     try:
         yield
@@ -51,7 +51,7 @@ def blaming(worker: WorkerLife, peer: WorkerLife | None = None) -> Iterator[None
         if not error.retryable:
             raise
         at_fault = [worker, peer] if isinstance(error, TransferError) and peer is not None else [worker]
-        raise AttemptFailed(error, frozenset(life.key for life in at_fault)) from error
+        raise AttemptFailed(error, frozenset(at_fault)) from error
 
 
 @contextlib.contextmanager

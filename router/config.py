@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from router.discovery import WorkerSource, parse_source
 from twinstage.errors import ConfigError
+from twinstage.settings import ProcessSettings
 
 
-class RouterSettings(BaseSettings):
+class RouterSettings(ProcessSettings):
     """Twinstage router: accepts requests, and places them on prefill and decode workers."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TWINSTAGE_",
-        cli_prog_name="python -m router",
-        cli_kebab_case=True,
-        cli_exit_on_error=False,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        extra="ignore",
-    )
+    model_config = SettingsConfigDict(cli_prog_name="python -m router")
 
     listen: str = Field(default="0.0.0.0:50051", description="host:port of the gRPC server; port 0 takes a free one.")
     workers: Annotated[list[str], NoDecode] = Field(
@@ -31,7 +24,12 @@ class RouterSettings(BaseSettings):
         description="A worker as host:port, or all workers behind a name as dns:///name:port. Repeat the flag, or "
         "separate by commas.",
     )
-    max_live_requests: int = Field(default=256, ge=1, description="Requests in progress at once; more wait.")
+    max_live_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests in progress at once; more wait. By default twice what the batches of the decode workers "
+        "hold, so that the next ones are computed and handed over while those run.",
+    )
     max_queued_requests: int = Field(default=256, ge=0, description="Requests that may wait; more are refused.")
     default_timeout: float = Field(
         default=600.0, gt=0, description="Seconds that a request may take whose client sets no deadline."
@@ -45,12 +43,13 @@ class RouterSettings(BaseSettings):
     )
     lookup_interval: float = Field(default=5.0, gt=0, description="Seconds between look-ups of dns:/// names.")
     tokenizer_threads: int = Field(default=2, ge=1, description="Threads that tokenize and render prompts.")
-    drain_timeout: float = Field(
-        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
+    max_connection_age: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds after which clients have to connect anew, so that load spreads over new routers.",
     )
-    log_format: Literal["console", "json"] = Field(default="console", description="How log lines look.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severity that is logged."
+    max_connection_age_grace: float = Field(
+        default=3600.0, gt=0, description="Seconds that calls on such a connection get to finish."
     )
 
     @field_validator("workers", mode="before")

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from twinstage.addresses import join_address
 from twinstage.errors import ConfigError
 from twinstage.telemetry.log import get_logger
 
@@ -30,7 +31,7 @@ class WorkerSource:
 
     @property
     def address(self) -> str:
-        return format_address(self.host, self.port)
+        return join_address(self.host, self.port)
 
 
 def parse_source(value: str) -> WorkerSource:
@@ -38,20 +39,23 @@ def parse_source(value: str) -> WorkerSource:
     is_dns_name = value.startswith(DNS_SCHEME)
     host, colon, port = value.removeprefix(DNS_SCHEME).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536) or "/" in host:
+    if not (colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536) or not _may_be_host(host):
         raise ConfigError(f"--workers {value}: must be host:port or dns:///name:port")
     return WorkerSource(host=host, port=int(port), is_dns_name=is_dns_name)
 
 
-def format_address(host: str, port: int) -> str:
-    """Join host and port; IPv6 addresses get their brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _may_be_host(host: str) -> bool:
+    """Whether this can be looked up at all: a label that is empty or too long would fail every look-up."""
+    try:
+        return bool(host) and "/" not in host and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 async def look_up(source: WorkerSource) -> frozenset[str]:
     """Every address that a DNS name has now. Raises OSError when the look-up fails."""
     records = await asyncio.get_running_loop().getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM)
-    return frozenset(format_address(str(record[4][0]), source.port) for record in records)
+    return frozenset(join_address(str(record[4][0]), source.port) for record in records)
 
 
 class NameWatcher:

@@ -106,7 +106,8 @@ class Embedding:
     async def _embed(
         self, raw: RawEncodeRequest, model: ServedModel, *, request_id: str, started_s: float, deadline_s: float
     ) -> EmbeddingResult:
-        async with self._gate.permit(deadline_s=deadline_s) as waited_s:
+        kind = (model.name, len(raw.inputs).bit_length())
+        async with self._gate.permit(deadline_s=deadline_s, kind=kind) as waited_s:
             tokenizing_s = time.monotonic()
             inputs = await self.admit(raw, model)
             tokenize_s = time.monotonic() - tokenizing_s

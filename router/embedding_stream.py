@@ -17,7 +17,14 @@ from router.embedding_admission import AdmittedInput
 from router.gate import Gate
 from router.generation import Deadlines
 from router.worker_entry import ServedModel
-from twinstage.errors import DeadlineExceeded, FieldViolation, InternalError, InvalidRequest, TwinstageError
+from twinstage.errors import (
+    DeadlineExceeded,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+    TwinstageError,
+    Unavailable,
+)
 from twinstage.telemetry.log import get_logger
 from twinstage.types import RawEncodeRequest
 
@@ -87,6 +94,9 @@ class EmbeddingStream:
                 await self._answer(batch)
             except TwinstageError as error:
                 _fail(batch, error)
+            except asyncio.CancelledError:  # by `results`, whose reader has gone; or by a bug, and nobody may wait then
+                _fail(batch, Unavailable("the router stopped working on the input; try again"))
+                raise
             except Exception as error:  # the outermost frame of this task; its inputs get an answer whatever happens
                 logger.exception("batch failed unexpectedly")
                 _fail(batch, InternalError(f"internal error in a batch: {type(error).__name__}"))
@@ -94,7 +104,8 @@ class EmbeddingStream:
     async def _answer(self, batch: list[_Waiting]) -> None:
         deadline_s = min(self._deadline_s, self._deadlines.deadline_s(None))
         try:
-            async with asyncio.timeout_at(deadline_s), self._gate.permit(deadline_s=deadline_s):
+            permit = self._gate.permit(deadline_s=deadline_s, kind=("stream", len(batch).bit_length()))
+            async with asyncio.timeout_at(deadline_s), permit:
                 admitted: list[tuple[_Waiting, AdmittedInput]] = []
                 for waiting in batch:
                     try:

@@ -154,9 +154,13 @@ class Flow:
 
     async def _attempt(self, pair: Pair, turn: int, *, retries: int) -> Finish:
         """One try on one pair of workers, from reservation to last token."""
+        with blaming(pair.prefill):
+            prefill = self._workers.life(pair.prefill)
+        decode = None
+        if pair.decode is not None:
+            with blaming(pair.decode):
+                decode = self._workers.life(pair.decode)
         self._lifecycle.advance(RouterPhase.PLACED)
-        prefill = self._workers.life(pair.prefill)
-        decode = self._workers.life(pair.decode) if pair.decode is not None else None
         self._tally.placed(
             prefill_worker=prefill.description.worker_id,
             decode_worker=decode.description.worker_id if decode is not None else "",
@@ -183,7 +187,7 @@ class Flow:
         """Blocks on the decode worker, for which the request waits while the pool is full."""
         self._lifecycle.advance(RouterPhase.RESERVING)
         assert decode.session is not None
-        with blaming(decode):
+        with blaming(decode.key):
             grant, queue_s = await decode.session.reserve(spec, deadline_s=self._remaining_s)
         self._tally.reserved(queue_s)
         return grant
@@ -193,7 +197,7 @@ class Flow:
     ) -> Finish | None:
         """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
         self._lifecycle.advance(RouterPhase.PREFILLING)
-        blamed = (prefill,) if receiver is None else (prefill, receiver.worker)
+        blamed = (prefill.key, receiver.worker.key if receiver is not None else None)
         grant = receiver.grant if receiver is not None else None
         num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         with blaming(*blamed), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
@@ -212,7 +216,7 @@ class Flow:
         """The other tokens, as the decode worker makes them."""
         self._lifecycle.advance(RouterPhase.DECODING)
         while True:
-            with blaming(decode):
+            with blaming(decode.key):
                 update = await subscription.receive()
             if update.totals is not None:
                 self._tally.decoded(update.totals)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from router.admission import Admission, check_fields
+from router.admission import Admission, check_fields, kind_of
 from router.catalog import find_model
 from router.flow import Flow
 from router.gate import Gate
@@ -22,7 +22,7 @@ from router.live import LiveRequest, LiveRequests
 from router.outbox import Outbox
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
-from twinstage.errors import Cancelled, DeadlineExceeded
+from twinstage.errors import Cancelled, DeadlineExceeded, Unavailable
 from twinstage.telemetry.log import get_logger
 from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
 
@@ -38,7 +38,7 @@ class Deadlines:
 
     def deadline_s(self, asked_s: float | None) -> float:
         """The deadline on the loop's clock."""
-        return time.monotonic() + (self.default_s if asked_s is None else min(asked_s, self.longest_s))
+        return time.monotonic() + min(self.default_s if asked_s is None else asked_s, self.longest_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,9 @@ class Generation:
                     await self._admit_and_flow(call, outbox)
             except TimeoutError:
                 raise DeadlineExceeded("the request's deadline is over") from None
+        except asyncio.CancelledError:  # by `open`, whose reader has gone; or by a bug, whose reader must not wait
+            outbox.close(Unavailable("the router stopped working on the request; try again"))
+            raise
         except Exception as error:  # the outermost frame of this task; the call's handler re-raises it
             outbox.close(error)
         else:
@@ -102,7 +105,11 @@ class Generation:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with call.live.interruptible():
-                    permit = self._gate.permit(deadline_s=call.deadline_s, priority=call.raw.priority)
+                    permit = self._gate.permit(
+                        deadline_s=call.deadline_s,
+                        priority=call.raw.priority,
+                        kind=kind_of(call.raw, call.model),
+                    )
                     queue_s = await stack.enter_async_context(permit)
                     request = await self._admit(call)
             except TimeoutError:

@@ -27,8 +27,7 @@ class Candidate:
     """A worker that is ready, with its load: as reported, plus what the router has placed on it since."""
 
     key: WorkerKey
-    running: int = 0
-    waiting: int = 0
+    running: int = 0  # sequences, those included that wait for a place in the batch
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
@@ -84,7 +83,7 @@ def place(
         return Refusal.NO_PREFILL_WORKER
 
     def prefill_cost(candidate: Candidate) -> tuple[int, ...]:
-        return (candidate.key in avoided, candidate.waiting_tokens, candidate.running + candidate.waiting)
+        return (candidate.key in avoided, candidate.waiting_tokens, candidate.running)
 
     chosen_prefill = _cheapest(prefill, prefill_cost, turn)
     if not demand.needs_decode:
@@ -102,7 +101,7 @@ def place(
         return (
             candidate.key in avoided,
             lacks_room,
-            candidate.running + candidate.waiting,
+            candidate.running,
             -candidate.free_blocks,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from router.discovery import WorkerSource
 from router.ledger import Ledger
 from router.pairing import Pairing, pairing_of
 from router.placement import Candidate, WorkerKey
@@ -72,13 +73,17 @@ class WorkerEntry:
     """A row of the worker table. Description and load are the last ones known, also of a lost worker."""
 
     address: str
-    wanted: bool = True
+    wanted_by: set[WorkerSource]  # none: nobody names the address any more
     life: WorkerLife | None = None
     description: WorkerDescription | None = None
     load: WorkerLoad | None = None
     refusal: str = ""
     detail: str = ""
     logged_state: WorkerState = WorkerState.CONNECTING
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.wanted_by)
 
     @property
     def state(self) -> WorkerState:

@@ -25,7 +25,8 @@ from router.tokenizer_cache import TokenizerCache
 from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerEntry, WorkerLife, WorkerState, served_model
 from twinstage.errors import HandshakeRefused, TwinstageError, WorkerLost
-from twinstage.rpc.clients import PROTOCOL_VERSION, WorkerConnection
+from twinstage.rpc.clients import WorkerConnection
+from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Role, WorkerDescription
 
@@ -64,6 +65,11 @@ class WorkerTable:
         """Every model that a worker has announced, also when nobody serves it now."""
         return self._models
 
+    @property
+    def decode_rows(self) -> int:
+        """Sequences that the ready decode workers can compute at once."""
+        return sum(life.description.max_num_sequences for model in self._models.values() for life in model.decode)
+
     def snapshot(self, model: ServedModel) -> Snapshot:
         """The workers that could serve a request admitted for `model` now: none, if they are of another kind since."""
         current = self._models.get(model.name)
@@ -89,7 +95,7 @@ class WorkerTable:
             if source.is_dns_name:
                 self._watch(source)
             else:
-                self._add(source.address)
+                self._add(source.address, source)
 
     async def close(self) -> None:
         """End every connection. Idempotent."""
@@ -103,30 +109,30 @@ class WorkerTable:
 
         def on_addresses(addresses: frozenset[str]) -> None:
             for address in addresses - known:
-                self._add(address)
+                self._add(address, source)
             for address in known - addresses:
-                self._remove(address)
+                self._remove(address, source)
             known.clear()
             known.update(addresses)
 
         watcher = NameWatcher(source, interval_s=self._lookup_interval_s, on_addresses=on_addresses)
         self._watchers.append((watcher, asyncio.create_task(watcher.run(), name=f"look up {source.host}")))
 
-    def _add(self, address: str) -> None:
+    def _add(self, address: str, source: WorkerSource) -> None:
         entry = self._entries.get(address)
         if entry is not None:
-            entry.wanted = True
+            entry.wanted_by.add(source)
             return
-        entry = self._entries[address] = WorkerEntry(address)
+        entry = self._entries[address] = WorkerEntry(address, wanted_by={source})
         self._tasks[address] = asyncio.create_task(self._stay_connected(entry), name=f"worker {address}")
 
-    def _remove(self, address: str) -> None:
+    def _remove(self, address: str, source: WorkerSource) -> None:
         """The name has no such address any more. A worker that still answers there is kept until it is lost."""
         entry = self._entries.get(address)
         if entry is None:
             return
-        entry.wanted = False
-        if entry.life is None:
+        entry.wanted_by.discard(source)
+        if not entry.wanted and entry.life is None:
             del self._entries[address]
             self._tasks.pop(address).cancel()
 

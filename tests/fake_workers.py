@@ -26,7 +26,6 @@ import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from twinstage.errors import TwinstageError
-from twinstage.rpc.clients import PROTOCOL_VERSION
 from twinstage.rpc.convert_worker import (
     kv_grant_from_proto,
     kv_grant_to_proto,
@@ -35,6 +34,7 @@ from twinstage.rpc.convert_worker import (
     worker_description_to_proto,
     worker_load_to_proto,
 )
+from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.server import bind, create_server
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.types import (

@@ -1,9 +1,9 @@
-"""Admission: every violation at once with its path, three tiers of defaults, lengths, and the gate."""
+"""Admission: every violation at once with its path, three tiers of defaults, lengths, and kinds."""
 
 from __future__ import annotations
 
-import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 
 from fake_workers import MAX_MODEL_LEN, make_bundle, make_model
-from router.admission import Admission, check_fields, resolve_sampling
+from router.admission import Admission, check_fields, kind_of, resolve_sampling
 from router.catalog import find_model
 from router.embedding_admission import admit_inputs
-from router.gate import Gate
+from router.generation import Deadlines
 from router.pairing import Pairing
 from router.worker_entry import ServedModel
 from twinstage.errors import (
-    Draining,
     InvalidRequest,
     NotFound,
     NoWorker,
-    Overloaded,
     TaskNotSupported,
     Unimplemented,
 )
@@ -341,95 +339,26 @@ def test_truncation(truncation: Truncation, kept: str) -> None:
     assert admit_inputs(encode(ids, truncation=truncation), model) == by_text
 
 
-# --- the gate -------------------------------------------------------------------------------------
+# --- kinds ----------------------------------------------------------------------------------------
 
 
-def now() -> float:
-    return asyncio.get_running_loop().time()
+def test_requests_of_a_kind_are_of_like_size() -> None:
+    model = served()
+
+    def kind(text: str, **stopping: Any) -> tuple[str, int, int]:
+        return kind_of(RawGenerationRequest(prompt=TextPrompt(text=text), stopping=RawStopping(**stopping)), model)
+
+    assert kind("Hello") == kind("Howdy!") == kind("Hello", max_tokens=16)
+    assert kind("Hello") != kind("Hello" * 9)
+    assert kind("Hello") != kind("Hello", max_tokens=1)
+    ids = RawGenerationRequest(prompt=TokenPrompt(token_ids=(1,)))
+    chat = RawGenerationRequest(prompt=ChatPrompt(messages=(ChatMessage(role="user", content="Hello"),)))
+    assert kind_of(ids, model) == kind("Hello")
+    assert kind_of(chat, model)[:2] == kind("Hello")[:2]
+    assert kind_of(chat, served(name="other")) != kind_of(chat, model)
 
 
-async def test_gate_lets_so_many_in_and_the_next_when_one_leaves() -> None:
-    gate = Gate(max_live=2, max_queued=2)
-    async with gate.permit(deadline_s=now() + 5) as first_wait_s:
-        assert first_wait_s == 0.0
-        async with gate.permit(deadline_s=now() + 5):
-            waiting = asyncio.create_task(_enter(gate, now() + 5))
-            await asyncio.sleep(0)
-            assert (gate.live, gate.queued) == (2, 1)
-        await waiting
-    assert (gate.live, gate.queued) == (0, 0)
-
-
-async def _enter(gate: Gate, deadline_s: float, *, priority: int = 0, log: list[int] | None = None) -> None:
-    async with gate.permit(deadline_s=deadline_s, priority=priority):
-        if log is not None:
-            log.append(priority)
-
-
-async def test_gate_refuses_at_once_when_its_queue_is_full() -> None:
-    gate = Gate(max_live=1, max_queued=1)
-    async with gate.permit(deadline_s=now() + 5):
-        waiting = asyncio.create_task(_enter(gate, now() + 5))
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded) as caught:
-            await _enter(gate, now() + 5)
-        assert caught.value.retry_after_s > 0
-    await waiting
-
-
-async def test_gate_serves_higher_priority_first() -> None:
-    gate, log = Gate(max_live=1, max_queued=9), list[int]()
-    async with gate.permit(deadline_s=now() + 5):
-        tasks = [asyncio.create_task(_enter(gate, now() + 5, priority=p, log=log)) for p in (0, 5, 0, 9)]
-        await asyncio.sleep(0)
-    await asyncio.gather(*tasks)
-    assert log == [9, 5, 0, 0]
-
-
-async def test_gate_refuses_whose_turn_would_come_too_late() -> None:
-    clock = [0.0]
-    gate = Gate(max_live=1, max_queued=9, clock=lambda: clock[0])
-    async with gate.permit(deadline_s=100):
-        clock[0] = 10.0  # a request takes ten seconds
-    assert gate.expected_wait_s(ahead=0) == 10.0
-    async with gate.permit(deadline_s=100):
-        with pytest.raises(Overloaded) as caught:
-            await _enter(gate, 15.0)
-        assert caught.value.retry_after_s == 10.0
-
-
-async def test_gate_gives_up_before_the_deadline_and_says_when_to_come_back() -> None:
-    gate = Gate(max_live=1, max_queued=9)
-    gate._service_s = 0.1
-    async with gate.permit(deadline_s=now() + 5):
-        deadline_s = now() + 0.2
-        with pytest.raises(Overloaded):
-            await _enter(gate, deadline_s)
-        assert now() < deadline_s
-    assert (gate.live, gate.queued) == (0, 0)
-
-
-async def test_gate_survives_cancelled_waiters() -> None:
-    gate = Gate(max_live=1, max_queued=9)
-    async with gate.permit(deadline_s=now() + 5):
-        waiting = [asyncio.create_task(_enter(gate, now() + 5)) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        waiting[1].cancel()
-    waiting[2].cancel()  # in the moment in which its turn has come
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert (gate.live, gate.queued) == (0, 0)
-    await _enter(gate, now() + 5)
-
-
-async def test_closed_gate_refuses_everybody() -> None:
-    gate = Gate(max_live=1, max_queued=9)
-    async with gate.permit(deadline_s=now() + 5):
-        waiting = asyncio.create_task(_enter(gate, now() + 5))
-        await asyncio.sleep(0)
-        gate.close()
-        with pytest.raises(Draining):
-            await waiting
-        with pytest.raises(Draining):
-            await _enter(gate, now() + 5)
-    assert gate.live == 0
+def test_no_deadline_is_later_than_the_longest() -> None:
+    deadlines = Deadlines(default_s=100, longest_s=10)
+    for asked_s, given_s in ((None, 10), (5.0, 5), (50.0, 10)):
+        assert deadlines.deadline_s(asked_s) - time.monotonic() == pytest.approx(given_s, abs=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from twinstage.cli.cluster import Cluster, ClusterConfig
 from twinstage.cli.main import main
 from twinstage.cli.model_choice import choose_model
 from twinstage.cli.output import human_bytes
+from twinstage.cli.signals import stopped_by_signals
 from twinstage.errors import (
     Cancelled,
     ConfigError,
@@ -113,6 +116,14 @@ def test_tables(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert re.search(r"m +generate +yes +8192 +49152", capsys.readouterr().out)
     assert run(monkeypatch, "workers", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["transports"] == ["shm", "tcp"]
+
+
+@pytest.mark.parametrize("flags", [["--seed", str(2**64)], ["--max-tokens", str(2**32)]])
+def test_a_number_that_no_message_holds_is_one_line(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert run(monkeypatch, "generate", "Hello", "--address", api.address, *flags) == 1
+    assert capsys.readouterr().err.startswith("twinstage: the request cannot be sent: ")
 
 
 def test_a_refused_request_is_one_line(
@@ -340,6 +351,15 @@ def test_a_worker_that_dies_at_the_start_ends_everything(
     assert not any(name == "router" for name, *_ in traced(roles, "start"))
 
 
+def test_a_log_that_cannot_be_written_ends_everything(roles: Path, tmp_path: Path) -> None:
+    (tmp_path / "prefill-0.log").mkdir()
+    config = ClusterConfig(port=0, log_directory=tmp_path, stop_grace_s=5)
+    cluster = Cluster(config)
+    with pytest.raises(ConfigError, match=r"--log-directory: cannot write .*prefill-0\.log: Is a directory"), cluster:
+        cluster.wait_ready(START_TIMEOUT_S)
+    assert not any(lives(child.pid) for child in cluster.processes.values())
+
+
 def test_a_cluster_that_does_not_get_ready(roles: Path) -> None:
     cluster = Cluster(ClusterConfig(models=("slow-model",), port=0))
     with cluster, pytest.raises(DeadlineExceeded):
@@ -424,6 +444,29 @@ def test_serve_until_a_signal(roles: Path, tmp_path: Path, number: int) -> None:
         assert process.wait(20) == 0
         wait_until_gone(pids)
     assert len(traced(roles, "stop")) == 3
+
+
+def test_a_signal_is_acted_on_while_the_main_thread_executes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when it arrives just before the main thread begins to wait: handlers in Python would run after the wait."""
+    cluster = Cluster(ClusterConfig(port=0))
+    interrupted, also = threading.Event(), threading.Event()
+    monkeypatch.setattr(cluster, "interrupt", interrupted.set)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros: an unlocked mutex
+    in_time: list[bool] = []
+
+    def signal_then_unlock() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        in_time.append(interrupted.wait(5) and also.wait(5))
+        libc.pthread_mutex_unlock(mutex)
+
+    with stopped_by_signals(cluster) as interruption:
+        interruption.also = also.set
+        libc.pthread_mutex_lock(mutex)
+        timer = threading.Timer(0.2, signal_then_unlock)
+        timer.start()
+        libc.pthread_mutex_lock(mutex)  # waits, and no signal interrupts it
+        timer.join()
+    assert in_time == [True]
 
 
 def test_a_second_signal_kills_at_once(roles: Path, tmp_path: Path) -> None:

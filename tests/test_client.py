@@ -212,6 +212,18 @@ def test_errors_arrive_with_their_parts(api: FakeApi, client: TwinstageClient, e
         assert vars(caught) == vars(error)
 
 
+def test_numbers_that_no_message_holds_are_refused(client: TwinstageClient) -> None:
+    for options in (
+        Options(sampling=Sampling(n=-1)),
+        Options(stopping=Stopping(time_limit_s=float("inf"))),
+        Options(priority=2**40),
+    ):
+        with pytest.raises(InvalidRequest, match="the request cannot be sent"):
+            client.generate("Hello", options)
+        with pytest.raises(InvalidRequest, match="the request cannot be sent"):
+            client.chat("Hello", options)
+
+
 def test_a_deadline(api: FakeApi, client: TwinstageClient) -> None:
     api.hangs = True
     with pytest.raises(DeadlineExceeded):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from decode_worker.reservations import Reservations, Wish
+from decode_worker.service import DecodeServicer
 from decode_worker.sessions import MAX_UNREAD_MESSAGES, Session, SessionFailure, SessionMessage, SessionStep
 from decode_worker.worker import DecodeWorker
 from twinstage.errors import (
@@ -22,6 +23,7 @@ from twinstage.errors import (
     ComputeFailed,
     DeadlineExceeded,
     Draining,
+    IntegrityError,
     InvalidRequest,
     KvExhausted,
     Overloaded,
@@ -31,6 +33,8 @@ from twinstage.errors import (
     WorkerLost,
 )
 from twinstage.kv.block_pool import BlockPool, BlockTable
+from twinstage.lifecycle import DecodePhase, Lifecycle
+from twinstage.rpc.worker_service import Loading
 from twinstage.transfer.receiver import TransferDelegate
 from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
 from twinstage.types import (
@@ -43,6 +47,7 @@ from twinstage.types import (
     SamplingParameters,
     SequenceSpec,
 )
+from twinstage.worker.v1 import worker_pb2
 from worker_parts import VOCABULARY_SIZE, StandInRunner, continuation, description, engine_parts, next_token
 
 BLOCK_SIZE = 4
@@ -55,6 +60,7 @@ class StandInReceiver:
 
     delegate: TransferDelegate
     expected: dict[int, KvGrant] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
     revoked: dict[int, Callable[[], None]] = field(default_factory=dict)
     holds_fences: bool = False
     bytes_received: int = 0
@@ -100,8 +106,15 @@ class Bench:
             token=ProducedToken(token_id=token),
         )
         received = ReceivedBlocks(kv_bytes=1000, num_blocks=len(grant.block_ids), transport="tcp")
+        if grant.transfer_id not in self.receiver.opened:
+            await self.open(grant)
         await asyncio.to_thread(self.receiver.delegate.committed, grant.transfer_id, commit, received)
         return token
+
+    async def open(self, grant: KvGrant) -> None:
+        """A prefill worker comes to fill the grant."""
+        self.receiver.opened.add(grant.transfer_id)
+        await asyncio.to_thread(self.receiver.delegate.opened, grant.transfer_id)
 
     async def free_blocks(self) -> int:
         return (await anext(self.worker.loads.watch(1.0))).free_kv_blocks
@@ -248,6 +261,52 @@ async def test_one_step_carries_the_tokens_of_all_requests_of_a_session() -> Non
         await bench.all_blocks_free()
 
 
+async def test_a_request_goes_through_its_phases_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[DecodePhase] = []
+    advance = Lifecycle.advance
+
+    def note(self: Lifecycle[DecodePhase], phase: DecodePhase) -> None:
+        advance(self, phase)
+        entered.append(phase)
+
+    monkeypatch.setattr(Lifecycle, "advance", note)
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        grant, _ = await bench.worker.reserve("s", _spec(), timeout_s=60.0)
+        await bench.open(grant)
+        assert entered == [DecodePhase.RECEIVING]
+        await bench.commit(grant, _spec())
+        await _collect(session)
+    assert entered == [DecodePhase.RECEIVING, DecodePhase.QUEUED, DecodePhase.DECODING]
+
+
+async def test_a_preempted_request_is_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[DecodePhase] = []
+    advance = Lifecycle.advance
+
+    def note(self: Lifecycle[DecodePhase], phase: DecodePhase) -> None:
+        advance(self, phase)
+        entered.append(phase)
+
+    monkeypatch.setattr(Lifecycle, "advance", note)
+    async with _bench(num_blocks=6) as bench:
+        session = bench.worker.open_session("s")
+        specs = {name: _spec(8, request_id=name, max_tokens=12) for name in ("a", "b")}
+        grants = {name: (await bench.worker.reserve("s", spec, timeout_s=60.0))[0] for name, spec in specs.items()}
+        bench.runner.close_gate()
+        for name, spec in specs.items():
+            await bench.commit(grants[name], spec)
+        bench.runner.open_gate()
+        finished: set[str] = set()
+        async with asyncio.timeout(10):
+            async for message in session.messages():
+                assert isinstance(message, SessionStep)
+                finished |= {totals.request_id for totals in message.totals}
+                if finished == {"a", "b"}:
+                    break
+    assert entered.count(DecodePhase.QUEUED) == entered.count(DecodePhase.DECODING) > 2
+
+
 # --- hand-overs that go wrong ---------------------------------------------------------------------
 
 
@@ -273,15 +332,26 @@ async def test_blocks_stay_out_of_use_until_late_writes_are_impossible() -> None
         await bench.all_blocks_free()
 
 
-async def test_a_commit_about_something_else_is_refused_and_the_grant_stays() -> None:
+@pytest.mark.parametrize("wrong", ["9 tokens", "request other"])
+async def test_a_commit_about_something_else_is_refused_and_fails_the_request(wrong: str) -> None:
     async with _bench() as bench:
         session = bench.worker.open_session("s")
         spec = _spec()
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
-        with pytest.raises(TransferError, match="9 tokens"):
-            await bench.commit(grant, spec, num_tokens=9)
-        with pytest.raises(TransferError, match="request"):
-            await bench.commit(grant, _spec(request_id="other"))
+        said, num_tokens = (spec, 9) if wrong == "9 tokens" else (_spec(request_id="other"), 10)
+        with pytest.raises(TransferError, match=wrong):
+            await bench.commit(grant, said, num_tokens=num_tokens)
+        assert wrong in str(await _failure(session)), "at once: nobody can commit it any more"
+        await bench.all_blocks_free()
+        with pytest.raises(StaleHandle):
+            await bench.commit(grant, spec)
+
+
+async def test_a_second_commit_is_refused() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec()
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
         await bench.commit(grant, spec)
         await _collect(session)
         with pytest.raises(StaleHandle):
@@ -328,7 +398,7 @@ async def test_a_committed_request_outlives_its_lease() -> None:
 
 
 @pytest.mark.parametrize("ending", ["abort", "session"])
-@pytest.mark.parametrize("phase", ["reserved", "queued", "decoding"])
+@pytest.mark.parametrize("phase", ["reserved", "receiving", "queued", "decoding"])
 async def test_everything_is_freed_in_every_phase(phase: str, ending: str) -> None:
     async with _bench() as bench:
         session = bench.worker.open_session("s")
@@ -336,7 +406,9 @@ async def test_everything_is_freed_in_every_phase(phase: str, ending: str) -> No
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
         if phase == "queued":
             bench.runner.close_gate()
-        if phase != "reserved":
+        if phase == "receiving":
+            await bench.open(grant)
+        elif phase != "reserved":
             await bench.commit(grant, spec)
         if phase == "decoding":
             assert isinstance(await anext(session.messages()), SessionStep)
@@ -515,6 +587,26 @@ async def test_blocks_that_came_in_the_moment_of_the_end_go_back(ending: str) ->
     pool.check_integrity()
 
 
+async def test_blocks_that_cannot_be_used_go_back_and_the_next_one_is_served() -> None:
+    pool = BlockPool(4)
+    reservations: Reservations[int] = Reservations(
+        pool,
+        may_take=lambda: True,
+        headroom=lambda: 0,
+        give_up=lambda reserved: None,
+        on_change=lambda: None,
+    )
+    wish = Wish(request_id=RequestId("r"), session_id="s", owner=RequestId("r#1"), num_blocks=4)
+
+    def use(table: BlockTable) -> int:
+        raise IntegrityError("the grant was refused")
+
+    with pytest.raises(IntegrityError, match="refused"):
+        await reservations.take(wish, use, timeout_s=5.0)
+    assert pool.num_free == 4
+    assert await reservations.take(wish, len, timeout_s=5.0) == 4
+
+
 async def test_the_queue_of_reservations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode_worker.reservations.MAX_WAITING", 2)
     pool = BlockPool(1)
@@ -602,6 +694,31 @@ async def test_a_router_that_does_not_read_loses_what_it_has(monkeypatch: pytest
         with pytest.raises(WorkerLost):
             await bench.worker.reserve("s", spec, timeout_s=60.0)
         assert (await anext(bench.worker.loads.watch(1.0))).finished == 0
+
+
+async def test_aborting_all_ends_every_request_of_a_router_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.sessions.MAX_UNREAD_MESSAGES", 1)
+    async with _bench() as bench:
+        bench.worker.open_session("s")
+        for name in ("a", "b", "c", "d"):
+            await bench.worker.reserve("s", _spec(request_id=name), timeout_s=60.0)
+        bench.worker.abort_all()  # the second failure overflows the session, which ends the third and fourth
+        await bench.all_blocks_free()
+
+
+async def test_a_session_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.service.OPEN_TIMEOUT_S", 0.05)
+
+    async def silent() -> AsyncIterator[worker_pb2.SessionRequest]:
+        await asyncio.Event().wait()
+        yield worker_pb2.SessionRequest()
+
+    async with _bench() as bench:
+        loading: Loading[DecodeWorker] = Loading()
+        loading.set(bench.worker)
+        async with asyncio.timeout(5):
+            with pytest.raises(DeadlineExceeded, match="not opened"):
+                await anext(DecodeServicer(loading).Session(silent(), None))
 
 
 async def test_what_was_said_before_the_end_is_delivered() -> None:

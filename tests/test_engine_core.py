@@ -145,6 +145,8 @@ def test_the_first_token_may_be_the_last() -> None:
             assert collected.tokens["r"] == [first]
             assert collected.finish["r"].reason is reason
             assert collected.prefilled == collected.finished == ["r"]
+            assert pool.num_free == pool.num_blocks - (1 if hold else 0), "they may be on their way already"
+            assert not core.abort(R)
             assert pool.num_free == pool.num_blocks
 
 
@@ -449,6 +451,25 @@ def test_abort_in_every_state(steps: int, hold: bool) -> None:
     assert drain(core).tokens["r"] == greedy_continuation([1, 2, 3], 1 if hold else 2)
 
 
+@pytest.mark.parametrize("ending", ["failure", "abort"])
+def test_blocks_that_others_may_read_stay_when_a_held_engine_ends_a_sequence(ending: str) -> None:
+    core, runner, pool = make_core(max_tokens_per_step=4, hold=True)
+    core.add(make_spec("r", prompt=range(10)))
+    core.step()
+    if ending == "failure":
+        runner.fail_next = RuntimeError("bang")
+        assert core.step().failed
+    else:
+        assert core.abort(R, keep_blocks=True)
+        assert not core.abort(R, keep_blocks=True)
+    assert pool.num_free == pool.num_blocks - 3
+    assert not core.has_work
+    with pytest.raises(AlreadyExists):
+        core.add(make_spec("r"))
+    core.abort(R)
+    assert pool.num_free == pool.num_blocks
+
+
 def test_abort_of_a_preempted_sequence() -> None:
     core, _, pool = make_core(num_blocks=8)
     for name in ("a", "b", "c"):
@@ -525,6 +546,8 @@ def test_fail_all_and_abort_all_free_everything() -> None:
         core.step()
         output = core.fail_all(InternalError("bug"))
         assert {failure.request_id for failure in output.failed} == {"a", "b", "c"}
+        for name in ("a", "b", "c"):
+            core.abort(RequestId(name))
         assert pool.num_free == pool.num_blocks
         core.add(make_spec("a", prompt=[]))
         core.add(make_spec("b"))

@@ -149,6 +149,21 @@ def test_a_bug_in_the_listener_does_not_end_the_thread(engine: Engine) -> None:
     listener.wait_for(lambda collected: "a" in collected.finish)
 
 
+def test_the_load_is_fresh_when_a_command_is_done(engine: Engine) -> None:
+    """Who waits for a command, and then looks whether there is room, is not told again."""
+    loop, _, _, _ = engine
+    may_go, seen = threading.Event(), []
+    loop.submit(lambda core: may_go.wait(WAIT_S) and None)
+    added = loop.submit(lambda core: core.add(make_spec("a", max_tokens=50)))
+    aborted = loop.submit(lambda core: core.abort(RequestId("a")) and None)
+    added.add_done_callback(lambda _: seen.append(loop.load().waiting))
+    aborted.add_done_callback(lambda _: seen.append(loop.load().waiting))
+    may_go.set()
+    aborted.result(WAIT_S)
+    loop.submit(lambda core: None).result(WAIT_S)
+    assert seen == [1, 0]
+
+
 def test_stop_runs_what_was_submitted_and_frees_what_lives() -> None:
     core, _, pool = make_core(num_blocks=16, max_model_len=60, hold=True)
     loop = EngineLoop(core, lambda output: None, name="test-engine")

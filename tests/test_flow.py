@@ -18,6 +18,8 @@ from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.outbox import DeltaEvent, Event, FinishEvent, PromptEvent, SummaryEvent
+from router.placement import WorkerKey
+from router.worker_entry import WorkerLife
 from router.workers import WorkerTable
 from twinstage.errors import (
     AlreadyExists,
@@ -167,6 +169,37 @@ async def test_grant_gets_the_host_at_which_the_router_reaches_the_decode_worker
         grant = rig.cluster.prefill[0].grants[0]
         assert grant is not None
         assert [endpoint.address for endpoint in grant.endpoints] == ["/run/kv.sock", "127.0.0.1:7000"]
+
+
+async def test_request_that_the_router_itself_cancels_does_not_leave_its_client_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def cancelled(*_: object, **__: object) -> None:
+        raise asyncio.CancelledError  # as from an executor that was shut down
+
+    async with running() as rig:
+        monkeypatch.setattr(Admission, "admit", cancelled)
+        async with asyncio.timeout(5):
+            with pytest.raises(Unavailable, match="try again"):
+                await rig.collect(request(4))
+
+
+async def test_worker_that_was_lost_a_moment_ago_is_blamed_and_another_one_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(prefill=2) as rig:
+        real, lost = rig.workers.life, set[WorkerKey]()
+
+        def life(key: WorkerKey) -> WorkerLife:
+            if not lost or key in lost:
+                lost.add(key)
+                raise WorkerLost(f"worker {key.worker_id} is lost")
+            return real(key)
+
+        monkeypatch.setattr(rig.workers, "life", life)
+        answer = await rig.collect(request(4))
+        assert answer.text == expected_text(rig.cluster, 4)
+        assert answer.summary.placement.retries == 1
 
 
 async def test_one_token_needs_no_decode_worker() -> None:
@@ -368,7 +401,17 @@ async def test_replay_continues_with_the_same_tokens() -> None:
         for worker in rig.cluster.decode:
             worker.script.fail("decode 5", ComputeFailed("mid-way"))
         rig.cluster.decode[1].script = type(rig.cluster.decode[1].script)()
+        script = rig.cluster.decode[0].script
+        go_on = script.stall("decode 4")  # until the router has read what came before, the hand-over included
+
+        async def let_it_fail() -> None:
+            await script.reached("decode 4").wait()
+            await asyncio.sleep(0.2)
+            go_on.set()
+
+        failing = asyncio.create_task(let_it_fail())
         answers = [await rig.collect(request(12)) for _ in range(2)]
+        await failing
         assert [answer.text for answer in answers] == [expected_text(rig.cluster, 12)] * 2
         assert sorted(answer.summary.placement.retries for answer in answers) == [0, 1]
         resumed = [spec for worker in rig.cluster.prefill for spec in worker.specs if spec.resumed_token_ids]

@@ -56,11 +56,15 @@ class StandInTransfer:
     aborted: threading.Event = field(default_factory=threading.Event)
     committed: threading.Event = field(default_factory=threading.Event)
     holds_result: bool = False
+    on_write: Callable[[], None] = lambda: None
+    on_commit: Callable[[], None] = lambda: None
 
     def write(self, source_block_ids: Sequence[int], position: int) -> None:
+        self.on_write()
         self.writes.append((tuple(source_block_ids), position))
 
     def commit(self, commit: HandoverCommit) -> None:
+        self.on_commit()
         self.commits.append(commit)
         self.committed.set()
 
@@ -89,7 +93,7 @@ class StandInSender:
         pass
 
 
-def _grant(num_blocks: int = 8) -> KvGrant:
+def _grant(num_blocks: int) -> KvGrant:
     return KvGrant(
         worker_id=WorkerId("decode"),
         epoch=1,
@@ -205,7 +209,7 @@ def test_nothing_is_written_after_an_abort() -> None:
 async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
     async with _bench() as bench:
         spec = _spec(18)
-        events = bench.worker.prefill(spec, _grant())
+        events = bench.worker.prefill(spec, _grant(5))
         first = await anext(events)
         assert isinstance(first, FirstToken)
         assert first.chunk.request_id == "r"
@@ -229,7 +233,7 @@ async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
 async def test_the_source_blocks_stay_until_the_transfer_has_ended() -> None:
     async with _bench() as bench:
         bench.sender.holds_result = True
-        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+        async with aclosing(bench.worker.prefill(_spec(18), _grant(5))) as events:
             await anext(events)
         (transfer,) = bench.sender.transfers
         assert transfer.aborted.is_set()
@@ -245,7 +249,7 @@ async def test_nothing_is_handed_over_when_the_first_token_is_the_last(case: str
         spec = _spec(18, max_tokens=1)
         if case == "stop":
             spec = _spec(18, stop=frozenset({next_token(spec.prompt_token_ids)}))
-        events = [event async for event in bench.worker.prefill(spec, _grant())]
+        events = [event async for event in bench.worker.prefill(spec, _grant(5))]
         assert len(events) == 1
         assert isinstance(events[0], FirstToken)
         finish = events[0].chunk.finish
@@ -267,7 +271,7 @@ async def test_no_grant_is_needed_for_one_token() -> None:
 
 async def test_a_failed_transfer_fails_the_request_and_frees_it() -> None:
     async with _bench() as bench:
-        events = bench.worker.prefill(_spec(18), _grant())
+        events = bench.worker.prefill(_spec(18), _grant(5))
         await anext(events)
         bench.sender.transfers[0].end(HandoverFailed(TransferError("the peer went away")))
         with pytest.raises(TransferError, match="went away"):
@@ -278,7 +282,7 @@ async def test_a_failed_transfer_fails_the_request_and_frees_it() -> None:
 async def test_a_transfer_that_fails_before_the_first_token_ends_the_prefill() -> None:
     async with _bench() as bench:
         bench.runner.close_gate()
-        events = bench.worker.prefill(_spec(18), _grant())
+        events = bench.worker.prefill(_spec(18), _grant(5))
         waiting = asyncio.ensure_future(anext(events))
         assert await asyncio.to_thread(bench.runner.entered.wait, 5)
         bench.sender.transfers[0].end(HandoverFailed(TransferError("no way")))
@@ -288,11 +292,85 @@ async def test_a_transfer_that_fails_before_the_first_token_ends_the_prefill() -
         await bench.all_blocks_free()
 
 
+@pytest.mark.parametrize("ending", ["failure", "last token"])
+async def test_the_source_blocks_stay_too_when_the_engine_ends_the_sequence(ending: str) -> None:
+    async with _bench() as bench:
+        bench.sender.holds_result = True
+        if ending == "failure":
+            events = bench.worker.prefill(_spec(18), _grant(5))
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            (transfer,) = bench.sender.transfers
+            transfer.on_write = bench.runner.fail_next  # blocks are on their way when the second chunk fails
+            with pytest.raises(ComputeFailed):
+                await reading
+        else:
+            _ = [event async for event in bench.worker.prefill(_spec(18, max_tokens=1), _grant(5))]
+            (transfer,) = bench.sender.transfers
+        assert transfer.writes
+        assert await asyncio.to_thread(transfer.aborted.wait, 5)
+        load = await anext(bench.worker.loads.watch(1.0))
+        assert load.free_kv_blocks == 32 - 5, "the channel may still read them"
+        transfer.end(HandoverFailed(Cancelled("aborted")))
+        await bench.all_blocks_free()
+
+
+async def test_a_cancelled_prompt_is_computed_no_further_while_its_blocks_are_still_read() -> None:
+    async with _bench() as bench:
+        bench.sender.holds_result = True
+        bench.runner.close_gate()
+        events = bench.worker.prefill(_spec(40), _grant(10))
+        reading = asyncio.ensure_future(anext(events))
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        bench.runner.open_gate()
+        bench.sender.holds_result = False
+        other = [event async for event in bench.worker.prefill(_spec(4, max_tokens=1), None)]
+        assert len(other) == 1
+        assert bench.runner.num_steps == 2, "the chunk that was running, and the other prompt"
+        bench.sender.transfers[0].end(HandoverFailed(Cancelled("aborted")))
+        await bench.all_blocks_free()
+
+
+@pytest.mark.parametrize("refused", ["write", "commit"])
+async def test_a_hand_over_that_the_channel_refuses_fails_alone(refused: str) -> None:
+    def refuse() -> None:
+        raise TransferError("the channel has no words for it")
+
+    async with _bench() as bench:
+        bench.runner.close_gate()
+        blocker = asyncio.ensure_future(anext(bench.worker.prefill(_spec(4, max_tokens=1), None)))
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        streams = [bench.worker.prefill(_spec(4, request_id=name), _grant(1)) for name in ("a", "b")]
+        reading = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        first, second = bench.sender.transfers
+        setattr(first, f"on_{refused}", refuse)
+        bench.runner.open_gate()
+        await asyncio.gather(blocker, *reading)  # both are computed in the step after
+        with pytest.raises(TransferError, match="no words"):
+            await anext(streams[0])
+        assert await asyncio.to_thread(second.committed.wait, 5)
+        second.end(HandoverDone(transport="shm", kv_bytes=1, seconds=0.1))
+        assert isinstance(await anext(streams[1]), HandedOver)
+        await bench.all_blocks_free()
+
+
+async def test_a_grant_of_another_size_is_refused_at_the_door() -> None:
+    async with _bench() as bench:
+        for num_blocks in (4, 6):
+            with pytest.raises(InvalidRequest, match="needs 5"):
+                await anext(bench.worker.prefill(_spec(18), _grant(num_blocks)))
+        assert bench.sender.transfers == []
+
+
 async def test_a_failed_forward_pass_fails_the_request_and_the_worker_lives() -> None:
     async with _bench() as bench:
         bench.runner.fail_next()
         with pytest.raises(ComputeFailed):
-            _ = [event async for event in bench.worker.prefill(_spec(18), _grant())]
+            _ = [event async for event in bench.worker.prefill(_spec(18), _grant(5))]
         assert bench.sender.transfers[0].aborted.is_set()
         await bench.all_blocks_free()
         events = [event async for event in bench.worker.prefill(_spec(5, max_tokens=1), None)]
@@ -304,7 +382,7 @@ async def test_a_request_can_be_cancelled_in_every_phase(phase: str) -> None:
     async with _bench(num_blocks=8) as bench:
         if phase != "sending":
             bench.runner.close_gate()
-        first = bench.worker.prefill(_spec(24, request_id="first"), _grant())
+        first = bench.worker.prefill(_spec(24, request_id="first"), _grant(6))
         reading = asyncio.ensure_future(anext(first))
         if phase == "sending":
             await reading
@@ -313,7 +391,7 @@ async def test_a_request_can_be_cancelled_in_every_phase(phase: str) -> None:
             assert await asyncio.to_thread(bench.runner.entered.wait, 5)
             victim = first
             if phase == "queued":  # no blocks are left for it
-                victim = bench.worker.prefill(_spec(24, request_id="second"), _grant())
+                victim = bench.worker.prefill(_spec(24, request_id="second"), _grant(6))
                 reading_victim = asyncio.ensure_future(anext(victim))
                 await asyncio.sleep(0)
             else:
@@ -331,9 +409,9 @@ async def test_a_request_can_be_cancelled_in_every_phase(phase: str) -> None:
 async def test_the_same_id_may_come_again_while_its_old_blocks_are_still_read() -> None:
     async with _bench() as bench:
         bench.sender.holds_result = True
-        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+        async with aclosing(bench.worker.prefill(_spec(18), _grant(5))) as events:
             await anext(events)
-        async with aclosing(bench.worker.prefill(_spec(18), _grant())) as events:
+        async with aclosing(bench.worker.prefill(_spec(18), _grant(5))) as events:
             assert isinstance(await anext(events), FirstToken)
         for transfer in bench.sender.transfers:
             transfer.end(HandoverFailed(Cancelled("aborted")))
@@ -349,7 +427,7 @@ async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:
             (_spec(4, max_tokens=0), InvalidRequest),
         ]:
             with pytest.raises(error):
-                await anext(bench.worker.prefill(spec, _grant()))
+                await anext(bench.worker.prefill(spec, _grant(5)))
         wrong = SequenceSpec(
             request_id=RequestId("r"),
             prompt_token_ids=(1, VOCABULARY_SIZE),
@@ -357,18 +435,18 @@ async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:
             max_tokens=3,
         )
         with pytest.raises(InvalidRequest, match="token ids from 0 to"):
-            await anext(bench.worker.prefill(wrong, _grant()))
+            await anext(bench.worker.prefill(wrong, _grant(1)))
         assert bench.sender.transfers == []
         await bench.all_blocks_free()
 
 
 async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
     async with _bench() as bench:
-        events = bench.worker.prefill(_spec(18), _grant())
+        events = bench.worker.prefill(_spec(18), _grant(5))
         await anext(events)
         bench.worker.begin_drain()
         with pytest.raises(Draining):
-            await anext(bench.worker.prefill(_spec(4), _grant()))
+            await anext(bench.worker.prefill(_spec(4), _grant(1)))
         load = await anext(bench.worker.loads.watch(1.0))
         assert load.draining
         bench.sender.transfers[0].end(HandoverDone(transport="tcp", kv_bytes=1, seconds=0.1))
@@ -380,7 +458,7 @@ async def test_aborting_all_ends_every_call_with_draining() -> None:
     async with _bench() as bench:
         bench.runner.close_gate()
         reading = [
-            asyncio.ensure_future(anext(bench.worker.prefill(_spec(18, request_id=str(index)), _grant())))
+            asyncio.ensure_future(anext(bench.worker.prefill(_spec(18, request_id=str(index)), _grant(5))))
             for index in range(3)
         ]
         assert await asyncio.to_thread(bench.runner.entered.wait, 5)
@@ -394,7 +472,7 @@ async def test_aborting_all_ends_every_call_with_draining() -> None:
 async def test_load_watchers_see_a_request_come_and_go() -> None:
     async with _bench() as bench, aclosing(bench.worker.loads.watch(30.0)) as loads:
         assert (await anext(loads)).free_kv_blocks == 32
-        events = bench.worker.prefill(_spec(18), _grant())
+        events = bench.worker.prefill(_spec(18), _grant(5))
         await anext(events)
         async with asyncio.timeout(5):
             assert (await anext(loads)).free_kv_blocks == 27
@@ -501,6 +579,25 @@ async def test_a_failed_batch_fails_its_calls_only() -> None:
         with pytest.raises(ComputeFailed, match="boom"):
             await worker.encode([[1]], normalize=True)
         encoder.error = None
+        assert _vectors((await worker.encode([[5]], normalize=True)).vectors) == [[5.0, 1.0]]
+
+
+async def test_a_model_that_gives_no_usable_vectors_fails_its_calls_and_the_worker_lives() -> None:
+    class Odd(StandInEncoder):
+        answers: Sequence[object] = (np.zeros((2, 2), dtype=np.float32), [object()])
+
+        def encode(self, token_ids: list[list[int]], *, normalize: bool) -> NDArray[np.float32]:
+            if not self.answers:
+                return super().encode(token_ids, normalize=normalize)
+            answer, *self.answers = self.answers
+            return answer  # type: ignore[return-value]
+
+    encoder = Odd()
+    async with _embedding(encoder) as worker, asyncio.timeout(10):
+        encoder.gate.set()
+        for _ in range(2):
+            with pytest.raises(ComputeFailed):
+                await worker.encode([[1]], normalize=True)
         assert _vectors((await worker.encode([[5]], normalize=True)).vectors) == [[5.0, 1.0]]
 
 

@@ -23,8 +23,8 @@ from fake_workers import FakeCluster, make_bundle, make_model, make_vector, unti
 from router.__main__ import Router
 from router.config import RouterSettings
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
-from twinstage.engine.settings import read_settings
 from twinstage.errors import ComputeFailed, ConfigError
+from twinstage.settings import read_settings
 from twinstage.types import Task, WorkerLoad
 from twinstage.v1 import (
     admin_pb2,
@@ -441,8 +441,40 @@ async def test_models_workers_and_server_info() -> None:
         assert [worker.id for worker in workers] == ["decode-0", "embed-prefill-0", "prefill-0"]
         assert {worker.state for worker in workers} == {admin_pb2.WORKER_STATE_READY}
         info = await service.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
-        assert (info.live_requests, info.max_live_requests) == (0, 256)
+        assert (info.live_requests, info.max_live_requests) == (0, 16)
         assert info.version
+
+
+async def test_as_many_requests_are_let_in_as_the_decode_workers_keep_busy() -> None:
+    async with serving(decode=3) as service:
+        workers = service.router.workers
+        rows = sum(worker.description.max_num_sequences for worker in service.generators.decode)
+        assert workers.decode_rows == rows
+        request = admin_pb2.GetServerInfoRequest()
+        assert (await service.admin.GetServerInfo(request)).max_live_requests == max(16, 2 * rows)
+        service.generators.decode[0].report(WorkerLoad(draining=True))
+        await until(lambda: workers.decode_rows == rows * 2 // 3, what="one drains")
+        assert (await service.admin.GetServerInfo(request)).max_live_requests == max(16, 2 * workers.decode_rows)
+    async with serving("--max-live-requests", "7") as service:
+        assert (await service.admin.GetServerInfo(request)).max_live_requests == 7
+
+
+async def test_old_connections_are_replaced() -> None:
+    flags = ("--max-connection-age", "0.2", "--max-connection-age-grace", "5")
+    async with serving(*flags) as service:
+        states: list[grpc.ChannelConnectivity] = []
+        await service.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
+
+        async def watch() -> None:
+            state = service.channel.get_state()
+            while True:
+                await service.channel.wait_for_state_change(state)
+                states.append(state := service.channel.get_state())
+
+        watcher = asyncio.create_task(watch())
+        await until(lambda: grpc.ChannelConnectivity.IDLE in states, what="the connection was ended")
+        watcher.cancel()
+        await service.admin.GetServerInfo(admin_pb2.GetServerInfoRequest())
 
 
 async def test_operator_aborts_a_stream() -> None:

@@ -6,9 +6,14 @@ import gc
 import os
 import random
 import re
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +31,7 @@ from transfer_ends import (
     identity,
     open_ends,
     open_receiver,
+    short_directory,
 )
 from twinstage.errors import Cancelled, ConfigError, IllegalTransition, IntegrityError, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
@@ -34,7 +40,8 @@ from twinstage.transfer.host import host_id
 from twinstage.transfer.messages import Commit, Opened
 from twinstage.transfer.receiver import HandoverCommit, KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
-from twinstage.types import KvEndpoint, ProducedToken, TokenAlternative, TokenLogprobs
+from twinstage.transfer.shm import PrivateSocket
+from twinstage.types import KvEndpoint, ProducedToken, RequestId, TokenAlternative, TokenLogprobs
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -384,3 +391,105 @@ def test_a_lost_connection_is_dialled_again() -> None:
     sender.close()
     source.close()
     target.close()
+
+
+# --- ways that lead nowhere -----------------------------------------------------------------------
+
+
+@contextmanager
+def _silent_endpoint() -> Iterator[KvEndpoint]:
+    """A port at which connections are taken and nobody answers, as on a stopped worker."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield KvEndpoint(transport="tcp", address=f"127.0.0.1:{listener.getsockname()[1]}", host_id="elsewhere")
+
+
+def test_an_endpoint_that_leads_nowhere_does_not_hold_up_grants_with_better_ones() -> None:
+    with open_ends("tcp") as ends, _silent_endpoint() as silent:
+        lost, good = replace(ends.grant((1,)), endpoints=(silent,)), ends.grant((2,))
+        for grant in (lost, good):
+            ends.receiver.expect(grant)
+        stuck = ends.sender.open(lost, ends.results.callback(lost.transfer_id))
+        transfer = ends.sender.open(good, ends.results.callback(good.transfer_id))
+        transfer.write([0], 0)
+        transfer.commit(commit_of(good.transfer_id))
+        assert isinstance(ends.results.wait(good.transfer_id), HandoverDone)
+        assert ends.results.is_empty(lost.transfer_id), "it still waits for the handshake"
+        stuck.abort()
+
+
+def test_an_abort_does_not_wait_for_a_connection_that_is_being_made() -> None:
+    with open_ends("tcp") as ends, _silent_endpoint() as silent:
+        grant = replace(ends.grant((1, 2)), endpoints=(silent,))
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([0], 0)
+        transfer.abort()
+        assert not ends.results.is_empty(grant.transfer_id), "nobody reads the blocks"
+        assert isinstance(errors_of(ends.results.wait(grant.transfer_id)), Cancelled)
+        transfer.write([1], 1)
+        transfer.abort()
+        ends.sender.close()
+        assert ends.results.is_empty(grant.transfer_id), "one result"
+
+
+@BOTH
+def test_a_commit_that_cannot_be_said_harms_no_other_transfer(transport: str) -> None:
+    with open_ends(transport) as ends:
+        grants = [ends.grant((index,)) for index in range(2)]
+        transfers = []
+        for grant in grants:
+            ends.receiver.expect(grant)
+            transfers.append(ends.sender.open(grant, ends.results.callback(grant.transfer_id)))
+            transfers[-1].write([0], 0)
+        endless = replace(commit_of(grants[0].transfer_id), request_id=RequestId("x" * 5000))
+        with pytest.raises(TransferError, match="encoded"):
+            transfers[0].commit(endless)
+        transfers[0].abort()
+        assert isinstance(errors_of(ends.results.wait(grants[0].transfer_id)), Cancelled)
+        transfers[1].commit(commit_of(grants[1].transfer_id))
+        assert isinstance(ends.results.wait(grants[1].transfer_id), HandoverDone)
+
+
+@BOTH
+def test_the_owner_hears_of_a_transfer_when_it_begins(transport: str) -> None:
+    with open_ends(transport) as ends:
+        heard: list[list[int]] = []
+        ends.delegate.on_commit = lambda transfer_id: heard.append(list(ends.delegate.opened_ids))
+        grant = ends.grant((1,))
+        ends.receiver.expect(grant)
+        assert ends.delegate.opened_ids == []
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        transfer.write([0], 0)
+        transfer.commit(commit_of(grant.transfer_id))
+        assert isinstance(ends.results.wait(grant.transfer_id), HandoverDone)
+        assert heard == [[grant.transfer_id]]
+
+
+# --- what the dead leave behind -------------------------------------------------------------------
+
+
+def _listen_and_die(parent: Path) -> None:
+    """Another process listens below `parent` and is killed."""
+    script = (
+        "import os, pathlib, signal, sys; from twinstage.transfer.shm import PrivateSocket;"
+        "PrivateSocket(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(parent)], check=False).returncode == -9
+
+
+def test_the_socket_of_a_killed_worker_is_removed_by_the_next_one_and_no_other() -> None:
+    with short_directory() as parent:
+        living = PrivateSocket(parent)
+        (parent / "kv-foreign").mkdir()
+        (parent / "kv-foreign" / "s").write_text("not a socket")
+        (parent / "kv-empty").mkdir()
+        before = set(parent.iterdir())
+        _listen_and_die(parent)
+        (stale,) = set(parent.iterdir()) - before
+        newcomer = PrivateSocket(parent)
+        assert not stale.exists()
+        assert set(parent.iterdir()) == before | {newcomer.path.parent}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(living.path))
+        newcomer.close()
+        living.close()
+        assert {path.name for path in parent.iterdir()} == {"kv-foreign", "kv-empty"}

@@ -758,6 +758,19 @@ def test_a_killed_process_counts_as_fenced_and_writes_no_more() -> None:
             process.join()
 
 
+def test_a_sender_that_cannot_be_served_does_not_keep_the_next_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(connection: socket.socket) -> None:
+        monkeypatch.undo()
+        raise OSError("it broke already")
+
+    with open_ends("tcp") as ends:
+        monkeypatch.setattr("twinstage.transfer.receiver.tcp.tune", fail)
+        host, port = ends.receiver.endpoints[0].address.split(":")
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+            assert connection.recv(1) == b"", "hung up on"
+        assert_channel_works(ends)
+
+
 def test_a_receiver_that_closes_ends_the_transfers_of_its_senders() -> None:
     for transport in ("shm", "tcp"):
         with open_ends(transport) as ends:

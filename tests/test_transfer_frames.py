@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
 from typing import get_args
 
@@ -30,6 +31,7 @@ from twinstage.transfer.messages import (
     JsonMessage,
     Message,
     Nack,
+    Opened,
     Piece,
     Token,
     Write,
@@ -251,6 +253,22 @@ def test_sending_to_a_peer_that_takes_nothing_is_late() -> None:
         payload = [memoryview(bytes(MAX_PAYLOAD_BYTES))]
         with pytest.raises(TransferError, match="in time"):
             writer.send(Write(1, (Piece(0, 0, 0, 1, 0, 0),)), payload=payload)  # more than the socket holds
+
+
+def test_sending_without_time_to_wait_does_not_wait() -> None:
+    here, there = socket.socketpair()
+    stream = FrameSocket(here, stall_s=30.0)
+    started_s = time.monotonic()
+
+    def send_for_ever() -> None:
+        while True:
+            stream.send(Opened(transfer_id=1), timeout_s=0.0)
+
+    with pytest.raises(TransferError, match="in time"):
+        send_for_ever()
+    assert time.monotonic() - started_s < 15.0
+    stream.close()
+    there.close()
 
 
 def test_hello_refuses_unknown_transports() -> None:

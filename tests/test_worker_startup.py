@@ -20,10 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from decode_worker.config import DecodeSettings
 from harness import ROOT, ProcessCluster, wait_until
 from prefill_worker.config import PrefillSettings
+from twinstage.addresses import split_address
 from twinstage.engine.assemble import build_engine
 from twinstage.engine.found_model import find_model
-from twinstage.engine.settings import WorkerSettings, read_settings, split_address
+from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
+from twinstage.settings import read_settings
 from twinstage.types import Role
 
 pytestmark = pytest.mark.xdist_group("worker_startup")

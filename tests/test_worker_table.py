@@ -16,7 +16,7 @@ from router.pairing import Pairing, choose_pairing, disagreement
 from router.worker_entry import WorkerEntry, WorkerState
 from router.workers import WorkerTable
 from twinstage.errors import ConfigError, WorkerLost
-from twinstage.rpc.clients import PROTOCOL_VERSION
+from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.types import WorkerLoad
 
 
@@ -218,13 +218,39 @@ async def test_name_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: len(workers.entries) == 2, what="it is dropped when lost")
 
 
+async def test_address_that_a_name_has_lost_stays_while_somebody_else_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeCluster(prefill=2, decode=0) as cluster:
+        both = [worker.address for worker in cluster.prefill]
+        names = {"old.example": set(both), "new.example": {both[1]}}
+
+        async def look_up(source: WorkerSource) -> frozenset[str]:
+            return frozenset(names[source.host])
+
+        monkeypatch.setattr(discovery, "look_up", look_up)
+        await cluster.prefill[0].kill()  # what vanishes is dropped at once
+        await cluster.prefill[1].kill()
+        async with table("dns:///old.example:1", "dns:///new.example:1", both[0]) as workers:
+            await until(lambda: len(workers.entries) == 2, what="both addresses")
+            await until(lambda: len(entry(workers, both[1]).wanted_by) == 2, what="both names")
+            names["old.example"].clear()
+            await until(lambda: all(len(entry.wanted_by) == 1 for entry in workers.entries), what="a name lost both")
+            await asyncio.sleep(0.3)
+            assert {entry.address for entry in workers.entries} == set(both)
+            names["new.example"].clear()
+            await until(lambda: [entry.address for entry in workers.entries] == [both[0]], what="the flag alone")
+
+
 async def test_real_look_up_finds_every_address() -> None:
     addresses = await discovery.look_up(parse_source("dns:///localhost:50052"))
     assert "127.0.0.1:50052" in addresses
 
 
 @pytest.mark.parametrize(
-    "value", ["host", "host:", ":1", "host:0", "host:70000", "dns:///:1", "dns://x/host:1", "a/b:1"]
+    "value",
+    [
+        *("host", "host:", ":1", "host:0", "host:70000"),
+        *("dns:///:1", "dns://x/host:1", "a/b:1", "dns:///a..b:1", f"{'x' * 64}.y:1"),
+    ],
 )
 def test_wrong_sources_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="must be host:port or dns:///name:port"):

@@ -49,7 +49,11 @@ class Delegate:
 
     def __init__(self, on_commit: Callable[[int], None] = lambda transfer_id: None) -> None:
         self.on_commit = on_commit
+        self.opened_ids: list[int] = []
         self.events: queue.Queue[tuple[int, object, ReceivedBlocks | None]] = queue.Queue()
+
+    def opened(self, transfer_id: int) -> None:
+        self.opened_ids.append(transfer_id)
 
     def committed(self, transfer_id: int, commit: HandoverCommit, received: ReceivedBlocks) -> None:
         self.events.put((transfer_id, commit, received))

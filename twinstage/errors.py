@@ -46,10 +46,13 @@ class TwinstageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field: its full path in the request, and what would be right."""
+    """One wrong field: its full path in the request, and what would be right. The path is empty for the whole."""
 
     field: str
     description: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}" if self.field else self.description
 
 
 class InvalidRequest(TwinstageError):
@@ -59,7 +62,7 @@ class InvalidRequest(TwinstageError):
 
     def __init__(self, violations: Sequence[FieldViolation]) -> None:
         self.violations = tuple(violations)
-        super().__init__("; ".join(f"{violation.field}: {violation.description}" for violation in violations))
+        super().__init__("; ".join(map(str, violations)))
 
 
 class NotFound(TwinstageError):

@@ -89,7 +89,7 @@ PREFILL_TRANSITIONS: Mapping[PrefillPhase, frozenset[PrefillPhase]] = {
     PrefillPhase.DONE: frozenset(),
 }
 DECODE_TRANSITIONS: Mapping[DecodePhase, frozenset[DecodePhase]] = {
-    DecodePhase.RESERVED: frozenset({DecodePhase.RECEIVING, DecodePhase.QUEUED}),
+    DecodePhase.RESERVED: frozenset({DecodePhase.RECEIVING}),
     DecodePhase.RECEIVING: frozenset({DecodePhase.QUEUED}),
     DecodePhase.QUEUED: frozenset({DecodePhase.DECODING}),
     DecodePhase.DECODING: frozenset({DecodePhase.QUEUED}),

@@ -32,10 +32,10 @@ def add_services(
     workers: WorkerTable,
     generation: Generation,
     embedding: Embedding,
+    generation_gate: Gate,
     embedding_gate: Gate,
     live: LiveRequests,
     deadlines: Deadlines,
-    max_live_requests: int,
 ) -> None:
     """Put every public service on a server that has not been started."""
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), server)
@@ -44,9 +44,7 @@ def add_services(
     )
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(workers), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(
-        AdminServicer(workers, live, max_live_requests=max_live_requests), server
-    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(workers, live, gate=generation_gate), server)
 
 
 def update_health(health: HealthService, workers: WorkerTable) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import twinstage
+from router.gate import Gate
 from router.live import LiveRequests
 from router.workers import WorkerTable
 from twinstage.errors import FieldViolation, InvalidRequest
@@ -16,10 +17,11 @@ from twinstage.v1 import admin_pb2, admin_pb2_grpc
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """GetServerInfo, ListWorkers and AbortRequest."""
 
-    def __init__(self, workers: WorkerTable, live: LiveRequests, *, max_live_requests: int) -> None:
+    def __init__(self, workers: WorkerTable, live: LiveRequests, *, gate: Gate) -> None:
+        """`gate` is that of the generation requests, whose limit GetServerInfo tells."""
         self._workers = workers
         self._live = live
-        self._max_live_requests = max_live_requests
+        self._gate = gate
         self._started_s = time.monotonic()
 
     async def GetServerInfo(  # noqa: N802 - the names of methods are the proto's
@@ -29,7 +31,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             version=twinstage.__version__,
             uptime=seconds_to_proto(time.monotonic() - self._started_s),
             live_requests=len(self._live),
-            max_live_requests=self._max_live_requests,
+            max_live_requests=self._gate.max_live,
         )
 
     async def ListWorkers(  # noqa: N802

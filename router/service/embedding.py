@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -72,7 +73,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def EncodeStream(  # noqa: N802
         self, request_iterator: AsyncIterator[embedding_pb2.EncodeStreamRequest], context: Any
     ) -> AsyncIterator[embedding_pb2.EncodeStreamResponse]:
-        formats: list[EmbeddingFormat] = []
+        formats: deque[EmbeddingFormat] = deque()  # of the requests that are in flight, in order
 
         async def requests() -> AsyncIterator[StreamRequest]:
             async for request in request_iterator:
@@ -90,7 +91,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         async with contextlib.aclosing(stream.results(requests())) as results:
             index = 0
             async for result in results:
-                yield _stream_response(index, result, formats[index])
+                yield _stream_response(index, result, formats.popleft())
                 index += 1
 
 

@@ -22,6 +22,7 @@ const definition = protoLoader.loadSync(path.join("twinstage", "v1", "generation
   longs: Number,
   enums: String,
   oneofs: true,
+  defaults: true, // proto3: a field that is not on the wire has its default, an empty text among them
 });
 const { GenerationService } = grpc.loadPackageDefinition(definition).twinstage.v1;
 

@@ -11,11 +11,6 @@ from twinstage.errors import ConfigError
 _LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
-def join_address(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def reachable(listen_address: str) -> str:
     """An address at which a client on this machine reaches a server that listens at `listen_address`."""
     host, _, port = listen_address.rpartition(":")

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from twinstage.errors import ConfigError
 from twinstage.telemetry.process import EXIT_WITH_PARENT
 
 TAIL_LINES = 20
@@ -67,12 +68,19 @@ class Child:
         on_ready: Callable[[Child], None],
         on_exit: Callable[[Child], None],
     ) -> None:
-        """Start reading. `on_line` gets each line, and the event in it where it is one; `on_exit` comes last, once."""
+        """Start reading. `on_line` gets each line, and the event in it where it is one; `on_exit` comes last, once.
+
+        Raises ConfigError when the file cannot be written.
+        """
+        try:
+            log_file = open(log_path or os.devnull, "ab")  # noqa: SIM115 - the thread closes it
+        except OSError as error:
+            raise ConfigError(f"--log-directory: cannot write {log_path}: {error.strerror}") from error
 
         def read() -> None:
             stdout = self._process.stdout
             assert stdout is not None
-            with open(log_path or os.devnull, "ab") as log:
+            with log_file as log:
                 for raw in stdout:
                     log.write(raw)
                     log.flush()
@@ -99,7 +107,10 @@ class Child:
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the process; whether it came in time."""
         if self._reader is None:
-            self._process.wait(timeout_s)
+            try:
+                self.exit_code = self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return False
             return True
         self._reader.join(timeout_s)
         return not self._reader.is_alive()

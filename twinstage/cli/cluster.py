@@ -20,7 +20,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from twinstage.cli.addresses import check_port_is_free, join_address, reachable
+from twinstage.addresses import join_address
+from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model

@@ -17,9 +17,9 @@ from twinstage.errors import (
     Unavailable,
     Unimplemented,
 )
+from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.status import DETAILS_METADATA_KEY, error_from_rpc
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -1,13 +1,15 @@
-"""From the client's arguments to messages of the public API."""
+"""From the client's arguments to messages of the public API. Raises InvalidRequest for what no message can hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from google.protobuf import empty_pb2, struct_pb2
 
 from twinstage.client.options import Options, Output, Sampling, Stopping
+from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_values import seconds_to_proto
 from twinstage.types import BatchPrompt, ChatMessage, ChatPrompt, TextPrompt, TokenPrompt, Truncation
 from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2
@@ -28,6 +30,16 @@ _SAMPLING_FIELDS = (
 )
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Numbers out of a field's range, values of another type."""
+    try:
+        yield
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequest([FieldViolation("", f"the request cannot be sent: {error}")]) from error
+
+
+@_refusing()
 def generate_request(prompt: GenerationInput, options: Options) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest(**_common(options))
     match prompt:
@@ -42,6 +54,7 @@ def generate_request(prompt: GenerationInput, options: Options) -> generation_pb
     return request
 
 
+@_refusing()
 def chat_request(conversation: ChatInput, options: Options) -> generation_pb2.ChatRequest:
     """A string is one message of the user."""
     if isinstance(conversation, str):
@@ -65,6 +78,7 @@ def chat_request(conversation: ChatInput, options: Options) -> generation_pb2.Ch
     return request
 
 
+@_refusing()
 def embed_request(
     texts: Sequence[str], *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
 ) -> embedding_pb2.EmbedRequest:

@@ -6,10 +6,11 @@
               waiting ──admit──> prefilling ──first token──> (held | decoding <──┘)
                  ^                    │                        │        │
                  └────── preempt ─────┴────────────────────────────────┘
-    every way out (finished, failed, aborted, released) goes through `_drop`, which frees the blocks
+    every way out (finished, failed, aborted, released) goes through `_drop`, which frees the blocks or keeps them
 
 A step is schedule -> run -> apply -> emit. The core belongs to one thread; only the block pool is shared with others.
-A prefill worker holds each sequence after its first token (`hold_after_first_token`) until its blocks are handed over;
+A prefill worker holds each sequence after its first token (`hold_after_first_token`) until its blocks are handed over,
+and as they may be on their way already, those of a sequence that ends by itself stay too, until `abort`;
 a decode worker adds sequences that were prefilled elsewhere and prefills only what it preempted.
 """
 
@@ -97,6 +98,7 @@ class EngineCore:
         self._decode = DecodeScheduler(pool, block_size=config.block_size, max_num_sequences=config.max_num_sequences)
         self._live: dict[RequestId, Sequence] = {}
         self._held: set[RequestId] = set()
+        self._kept: dict[RequestId, BlockTable] = {}  # of sequences that ended while others may still read their blocks
         self._arrivals = itertools.count()
         self._num_finished = 0
         self._record = StepRecord()
@@ -150,11 +152,17 @@ class EngineCore:
             self._record.chunks.append(TokenChunk(request_id=spec.request_id, tokens=(), finish=finish))
             self._finish(sequence)
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End a sequence in whatever state and free its blocks; whether it was live. Nothing is emitted for it."""
+    def abort(self, request_id: RequestId, *, keep_blocks: bool = False) -> bool:
+        """End a sequence in whatever state; whether it was live. Nothing is emitted for it.
+
+        Its blocks are free afterwards, those that were kept when it ended among them; with `keep_blocks` they stay
+        out of use until it is aborted again.
+        """
         sequence = self._live.get(request_id)
         if sequence is not None:
-            self._drop(sequence)
+            self._drop(sequence, keep_blocks=keep_blocks)
+        if not keep_blocks and (table := self._kept.pop(request_id, None)) is not None:
+            table.release()
         return sequence is not None
 
     def release(self, request_id: RequestId) -> None:
@@ -171,8 +179,8 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """End every sequence and free all blocks; nothing is emitted."""
-        for sequence in list(self._live.values()):
-            self._drop(sequence)
+        for request_id in [*self._live, *self._kept]:
+            self.abort(request_id)
         self._record = StepRecord()
 
     # --- what can be asked -----------------------------------------------------------------------
@@ -269,6 +277,7 @@ class EngineCore:
 
     def _requeue(self, sequence: Sequence) -> None:
         """After a preemption, which released the table."""
+        self._record.preempted.append(sequence.request_id)
         self._prefill.remove(sequence)
         self._decode.remove(sequence)
         sequence.restart(self.pool.allocate(0, owner=sequence.request_id))
@@ -287,22 +296,25 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         self._num_finished += 1
         self._record.finished.append(sequence.stats(self._clock()))
-        self._drop(sequence)
+        self._drop(sequence, keep_blocks=self.config.hold_after_first_token)
 
     def _fail(self, sequence: Sequence, error: TwinstageError) -> None:
         self._record.failed.append(SequenceFailure(request_id=sequence.request_id, error=error))
-        self._drop(sequence)
+        self._drop(sequence, keep_blocks=self.config.hold_after_first_token)
 
-    def _drop(self, sequence: Sequence) -> None:
-        """The one way out: forget the sequence and free its blocks."""
+    def _drop(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+        """The one way out: forget the sequence, and free its blocks or keep them until `abort`."""
         del self._live[sequence.request_id]
         self._held.discard(sequence.request_id)
         self._prefill.remove(sequence)
         self._decode.remove(sequence)
-        sequence.table.release()
+        if keep_blocks:
+            self._kept[sequence.request_id] = sequence.table
+        else:
+            sequence.table.release()
 
     def _check_new(self, spec: SequenceSpec) -> None:
-        if spec.request_id in self._live:
+        if spec.request_id in self._live or spec.request_id in self._kept:
             raise AlreadyExists(
                 f"request {spec.request_id} is live in this engine",
                 resource_type="request",

@@ -122,6 +122,7 @@ class EngineLoop:
             logger.warning("engine command failed", error=repr(error))
             outcome.set_exception(error)
         else:
+            self._load = self._core.load()  # before anybody acts on the outcome
             outcome.set_result(None)
 
     def _step(self) -> StepOutput:

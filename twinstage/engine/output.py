@@ -17,7 +17,7 @@ class EngineConfig:
     max_tokens_per_step: int  # prompt tokens of a step, and the size of a chunk; decoded tokens come on top
     max_model_len: int
     block_size: int
-    hold_after_first_token: bool = False
+    hold_after_first_token: bool = False  # and keep the blocks of sequences that end, until they are aborted
 
     def __post_init__(self) -> None:
         for name in ("max_num_sequences", "max_tokens_per_step", "max_model_len", "block_size"):
@@ -48,7 +48,7 @@ class ComputedChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailure:
-    """A sequence that ended with an error; its blocks are free."""
+    """A sequence that ended with an error. Its blocks are free, unless the engine holds them (`EngineConfig`)."""
 
     request_id: RequestId
     error: TwinstageError
@@ -63,6 +63,7 @@ class StepOutput:
     prefilled: tuple[SequenceStats, ...] = ()
     finished: tuple[SequenceStats, ...] = ()
     failed: tuple[SequenceFailure, ...] = ()
+    preempted: tuple[RequestId, ...] = ()  # before anything else of this step
     num_computed_tokens: int = 0  # 0: nothing could run; all that is live waits for blocks
 
     @property
@@ -79,6 +80,7 @@ class StepRecord:
     prefilled: list[SequenceStats] = field(default_factory=list)
     finished: list[SequenceStats] = field(default_factory=list)
     failed: list[SequenceFailure] = field(default_factory=list)
+    preempted: list[RequestId] = field(default_factory=list)
     num_computed_tokens: int = 0
 
     @property
@@ -92,6 +94,7 @@ class StepRecord:
             prefilled=tuple(self.prefilled),
             finished=tuple(self.finished),
             failed=tuple(self.failed),
+            preempted=tuple(self.preempted),
             num_computed_tokens=self.num_computed_tokens,
         )
 

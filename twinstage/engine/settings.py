@@ -5,33 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+from pydantic import ByteSize, Field, field_validator
 
 from twinstage.errors import ConfigError
+from twinstage.settings import ProcessSettings
 from twinstage.types import Role, WorkerId
 
 KNOWN_TRANSPORTS = ("shm", "tcp")
 MIN_SECRET_BYTES = 16
 
-Settings = TypeVar("Settings", bound=BaseSettings)
 
-
-class WorkerSettings(BaseSettings):
+class WorkerSettings(ProcessSettings):
     """What a prefill worker and a decode worker can both be told."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="TWINSTAGE_",
-        cli_kebab_case=True,
-        cli_exit_on_error=False,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        extra="ignore",
-    )
 
     model: str = Field(
         default="demo",
@@ -42,7 +30,6 @@ class WorkerSettings(BaseSettings):
         default=None,
         description="Name by which requests choose the model; by default derived from the model reference.",
     )
-    listen: str = Field(default="0.0.0.0:0", description="host:port of the gRPC server; port 0 takes a free one.")
     worker_id: str | None = Field(
         default=None, description="Unique name of this worker; by default role, host name and a random part."
     )
@@ -69,13 +56,6 @@ class WorkerSettings(BaseSettings):
     cache_directory: Path | None = Field(
         default=None, description="Where prepared models are kept; by default $TWINSTAGE_CACHE or ~/.cache/twinstage."
     )
-    drain_timeout: float = Field(
-        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
-    )
-    log_format: Literal["console", "json"] = Field(default="console", description="How log lines look.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severity that is logged."
-    )
 
     @field_validator("kv_transports")
     @classmethod
@@ -84,12 +64,6 @@ class WorkerSettings(BaseSettings):
         if not names or len(set(names)) != len(names) or not set(names) <= set(KNOWN_TRANSPORTS):
             raise ValueError(f"must be one or several of {', '.join(KNOWN_TRANSPORTS)}, separated by commas")
         return ",".join(names)
-
-    @field_validator("listen")
-    @classmethod
-    def _listen_has_a_port(cls, value: str) -> str:
-        split_address(value)
-        return value
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -116,29 +90,3 @@ class WorkerSettings(BaseSettings):
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"--kv-secret-file {self.kv_secret_file}: needs at least {MIN_SECRET_BYTES} bytes")
         return secret
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Take `host:port` apart; IPv6 hosts stand in brackets. Raises ValueError when it is anything else."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
-    """Read flags, then `TWINSTAGE_*` variables, then defaults. Raises ConfigError that says what is wrong."""
-    try:
-        return CliApp.run(kind, cli_args=list(arguments))
-    except ValidationError as error:
-        raise ConfigError("; ".join(_violations(error))) from error
-    except SettingsError as error:
-        raise ConfigError(" ".join(str(error).removeprefix("error parsing CLI: ").split())) from error
-
-
-def _violations(error: ValidationError) -> list[str]:
-    violations = []
-    for entry in error.errors(include_url=False):
-        flag = "-".join(str(part) for part in entry["loc"]).replace("_", "-")
-        violations.append(f"--{flag}: {entry['msg'].removeprefix('Value error, ')}")
-    return violations

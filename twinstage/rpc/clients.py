@@ -29,6 +29,7 @@ from twinstage.rpc.convert_worker import (
     worker_load_from_proto,
 )
 from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, SequenceTotals
+from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.status import error_from_rpc
 from twinstage.types import (
     KvGrant,
@@ -40,7 +41,6 @@ from twinstage.types import (
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 __all__ = [
-    "PROTOCOL_VERSION",
     "DecodeSession",
     "DecodeSubscription",
     "DecodeUpdate",
@@ -52,9 +52,7 @@ __all__ = [
     "WorkerConnection",
 ]
 
-PROTOCOL_VERSION = 1  # of the worker protocol; raised with every change that an older side would misread
 SILENT_INTERVALS = 3  # a worker that reports no load for so many intervals is lost
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a batch of embeddings, or a long prompt's ids
 
 _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -170,7 +168,10 @@ class WorkerConnection:
         request = worker_pb2.GetTokenizerBundleRequest(fingerprint=fingerprint)
         with self.translated():
             call = self._worker.GetTokenizerBundle(request, timeout=timeout_s)
-            return b"".join([piece.data async for piece in call])
+            try:
+                return b"".join([piece.data async for piece in call])
+            finally:
+                call.cancel()  # of itself it would go on when this task is cancelled before it reads
 
     async def encode(
         self, request_id: str, inputs: Sequence[Sequence[int]], *, normalize: bool, timeout_s: float
@@ -211,6 +212,9 @@ class WorkerConnection:
         except TimeoutError as error:
             session.close()
             raise WorkerLost(f"the worker at {self.address} opened no session within {timeout_s:g} s") from error
+        except BaseException:
+            session.close()
+            raise
         return session
 
 

@@ -100,13 +100,14 @@ class DecodeSession:
         self._translated = translated
         self._stub = stub
         self._subscriptions: dict[RequestId, DecodeSubscription] = {}
-        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()  # bounded by the live requests
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # bounded by live requests
+        self._lost: TwinstageError | None = None  # why the session is closed
         self._call = stub.Session(self._requests())
 
     async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
         yield worker_pb2.SessionRequest(open=worker_pb2.SessionOpen(session_id=self.session_id))
-        while True:
-            yield await self._outgoing.get()
+        while (request := await self._outgoing.get()) is not None:
+            yield request
 
     async def open(self) -> None:
         with self._translated():
@@ -116,10 +117,13 @@ class DecodeSession:
 
     def close(self, error: TwinstageError | None = None) -> None:
         """End the session; every subscriber gets `error`. Idempotent."""
+        if self._lost is not None:
+            return
+        self._lost = error or WorkerLost(f"the worker at {self._address} is lost")
         self._call.cancel()
-        lost = error or WorkerLost(f"the worker at {self._address} is lost")
+        self._outgoing.put_nowait(None)  # a call that has ended already does not end the task that sends its requests
         for subscription in tuple(self._subscriptions.values()):
-            subscription.fail(lost)
+            subscription.fail(self._lost)
 
     async def run(self) -> NoReturn:
         """Hand out what the worker says until the stream ends, which it does with an error."""
@@ -167,8 +171,13 @@ class DecodeSession:
 
     @contextlib.contextmanager
     def subscribe(self, request_id: RequestId) -> Iterator[DecodeSubscription]:
-        """Listen to one request. Leaving the block ends the request on the worker unless it has ended there."""
+        """Listen to one request. Leaving the block ends the request on the worker unless it has ended there.
+
+        On a session that is closed the subscription has failed from the start.
+        """
         subscription = DecodeSubscription(request_id)
+        if self._lost is not None:
+            subscription.fail(self._lost)
         self._subscriptions[request_id] = subscription
         try:
             yield subscription
@@ -179,7 +188,8 @@ class DecodeSession:
 
     def abort(self, request_id: RequestId) -> None:
         """End a request on the worker. Unknown and finished ones are ignored there."""
-        self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
+        if self._lost is None:
+            self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
 
     async def reserve(self, spec: SequenceSpec, *, deadline_s: float) -> tuple[KvGrant, float]:
         """Reserve blocks, waiting at most `deadline_s` seconds. Returns the grant and the seconds it waited."""

@@ -140,7 +140,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except Exception as error:  # the protobuf runtime's own; a boundary to foreign bytes
             logger.info("undecodable request", error=str(error))
-            return _Undecodable("is not a valid message of the method's request type")
+            return _Undecodable("the request is not a valid message of the method's request type")
 
     return try_to_deserialize
 

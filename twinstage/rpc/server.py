@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.interceptors import ErrorInterceptor
+from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.telemetry.log import get_logger
 
 if TYPE_CHECKING:
     from twinstage.rpc.interceptors import ServerInterceptor
 
-DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_INTERVAL_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
 MIN_CLIENT_PING_INTERVAL_S = 10.0
@@ -46,7 +47,7 @@ DrainCallback = Callable[[], Awaitable[None]]
 def create_server(
     interceptors: Sequence[ServerInterceptor] = (),
     *,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 3600.0,
 ) -> grpc.aio.Server:
@@ -100,10 +101,13 @@ def bind(server: grpc.aio.Server, address: str) -> int:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+    try:
+        host, port = split_address(address)
+    except ValueError:
+        host, port = "", 0
+    if not host:
         raise ConfigError(f"cannot listen on {address!r}: write it as host:port, as in 0.0.0.0:50051 or [::]:50051")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, port
 
 
 def _why_not(host: str, port: int) -> str:

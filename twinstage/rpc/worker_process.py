@@ -19,11 +19,12 @@ from typing import Generic, NoReturn, TypeVar
 
 import grpc
 
-from twinstage.engine.settings import WorkerSettings, read_settings
+from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError, IntegrityError, ModelError
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
+from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
 from twinstage.telemetry.process import exit_with_parent_if_asked
 from twinstage.transfer.values import KvIdentity

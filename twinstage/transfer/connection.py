@@ -42,13 +42,17 @@ from twinstage.transfer.wire import Frame, FrameSocket
 logger = get_logger(__name__)
 
 _SEND_S = 1.0  # for an answer; a sender that leaves hundreds of answers unread is stuck, and its connection ends
+_REVOKE_S = 0.0  # the owner's thread is not made to wait for a stuck sender at all
 
 
 class TransferDelegate(Protocol):
-    """The owner of the blocks. Called on the channel's threads, once per transfer at most, and never after it revoked.
+    """The owner of the blocks. Called on the channel's threads: `opened`, then one of the others; not after it revoked.
 
     A call that had begun when `revoke` was called may still arrive; the owner ignores transfers it does not know.
     """
+
+    def opened(self, transfer_id: int) -> None:
+        """A sender has shown the grant's token: blocks are coming."""
 
     def committed(self, transfer_id: int, commit: HandoverCommit, received: ReceivedBlocks) -> None:
         """All granted blocks are here, verified, and nobody writes to them any more.
@@ -104,7 +108,7 @@ class Connection:
     def stop_writing(self, transfer_id: int) -> None:
         """Ask the sender to stop; a sender that cannot be asked loses the connection."""
         try:
-            self._send(Revoke(transfer_id=transfer_id))
+            self._send(Revoke(transfer_id=transfer_id), timeout_s=_REVOKE_S)
         except TransferError as error:
             logger.warning("kv sender cannot be asked to stop", peer=self._session.peer_worker_id, error=str(error))
             self.hang_up()
@@ -146,7 +150,14 @@ class Connection:
         except StaleHandle as error:
             self._refuse(message.transfer_id, error)
         else:
+            self._tell_opened(message.transfer_id)
             self._send(Opened(transfer_id=message.transfer_id))
+
+    def _tell_opened(self, transfer_id: int) -> None:
+        try:
+            self._delegate.opened(transfer_id)
+        except Exception:  # the boundary to the owner's code: the other transfers of this connection go on
+            logger.exception("reporting an opened transfer failed", transfer_id=transfer_id)
 
     def _write(self, write: Write, payload_bytes: int) -> None:
         if payload_bytes != (write.num_bytes if self.transport == "tcp" else 0):
@@ -245,9 +256,9 @@ class Connection:
         for transfer_id in self._table.transfers_of(self):
             self._fence(transfer_id)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, *, timeout_s: float = _SEND_S) -> None:
         with self._send_lock:
-            self._stream.send(message, timeout_s=_SEND_S)
+            self._stream.send(message, timeout_s=timeout_s)
 
 
 def call_back(callbacks: list[FenceCallback]) -> None:

@@ -20,7 +20,7 @@ from twinstage.errors import IllegalTransition, StaleHandle
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import MAX_PAYLOAD_BYTES, MAX_PIECES
-from twinstage.transfer.messages import Piece, Write
+from twinstage.transfer.messages import Commit, Piece, Write, commit_to_message
 from twinstage.transfer.values import HandoverCommit, HandoverDone, TransferOutcome
 from twinstage.types import KvGrant
 
@@ -57,7 +57,7 @@ class OutgoingTransfer:
         self._wake = wake
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, int]] = deque()  # (source block, position), to be written
-        self._commit: HandoverCommit | None = None
+        self._commit: Commit | None = None
         self._commit_asked_s = 0.0
         self._aborted = False
         self._finished = False
@@ -86,16 +86,20 @@ class OutgoingTransfer:
         self._wake(self)
 
     def commit(self, commit: HandoverCommit) -> None:
-        """Everything was queued: let the receiver take over once it is written. Raises IllegalTransition twice."""
+        """Everything was queued: let the receiver take over once it is written.
+
+        Raises IllegalTransition the second time, TransferError when the channel has no words for `commit`.
+        """
+        message = commit_to_message(self.transfer_id, commit)
         with self._lock:
             if self._commit is not None:
                 raise IllegalTransition("a transfer is committed once")
-            self._commit = commit
+            self._commit = message
             self._commit_asked_s = time.monotonic()
         self._wake(self)
 
     def abort(self) -> None:
-        """Give the transfer up; idempotent, from any thread. Its result still follows."""
+        """Give the transfer up; idempotent, from any thread. Its result still follows, or comes during this call."""
         with self._lock:
             self._aborted = True
         self._wake(self)
@@ -141,7 +145,7 @@ class OutgoingTransfer:
             self._advance(length, memory.block_bytes)
         return (Write(self.transfer_id, tuple(pieces)), sources) if pieces else None
 
-    def take_commit(self) -> HandoverCommit | None:
+    def take_commit(self) -> Commit | None:
         """The commit, if it was asked for."""
         with self._lock:
             return self._commit

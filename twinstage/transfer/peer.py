@@ -30,7 +30,6 @@ from twinstage.transfer.messages import (
     Opened,
     Revoke,
     Revoked,
-    commit_to_message,
 )
 from twinstage.transfer.outgoing import OutgoingPhase, OutgoingTransfer
 from twinstage.transfer.reasons import error_from_reason
@@ -55,6 +54,7 @@ class Peer:
         self._transfers: dict[int, OutgoingTransfer] = {}
         self._ready: dict[OutgoingTransfer, None] = {}  # an ordered set: whose turn it is
         self._inbox: deque[Message | TransferError] = deque()
+        self._connected = False
         self._closing = False
         self._retired = False
         self._writer = threading.Thread(target=self._run, name=f"kv-writer-{name}", daemon=True)
@@ -81,11 +81,21 @@ class Peer:
             return True
 
     def wake(self, transfer: OutgoingTransfer) -> None:
-        """The transfer has something to do."""
+        """The transfer has something to do.
+
+        One that is aborted before the connection stands ends here: nobody reads its blocks, and a decode worker that
+        does not answer must not keep them.
+        """
         with self._condition:
-            if self._transfers.get(transfer.transfer_id) is transfer:
+            if self._transfers.get(transfer.transfer_id) is not transfer:
+                return
+            if self._connected or not transfer.is_aborted:
                 self._ready[transfer] = None
                 self._condition.notify()
+                return
+            del self._transfers[transfer.transfer_id]
+            self._ready.pop(transfer, None)
+        transfer.finish(HandoverFailed(Cancelled("the transfer was aborted")))
 
     def close(self) -> None:
         """Let the writer thread end: its transfers fail."""
@@ -102,22 +112,30 @@ class Peer:
         error: TwinstageError = InternalError("the KV sender failed")
         try:
             channel = self._dial()
-            reader = threading.Thread(target=self._read, args=(channel,), name=f"kv-reader-{self._name}", daemon=True)
-            reader.start()
             try:
-                logger.debug("connected to decode worker", peer=self._name, transport=channel.transport)
-                while True:
-                    self._take_turn(channel)
+                self._converse(channel)
             finally:
-                # Only now, when this thread writes no more, may the receiver see the end of the stream.
-                channel.stream.end()
-                reader.join()
                 channel.close()
         except TwinstageError as broken:
             error = broken
         except Exception:  # the outermost boundary of this thread: the owners of its transfers must still be told
             logger.exception("the kv sender failed", peer=self._name)
         self._retire(error)
+
+    def _converse(self, channel: Channel) -> None:
+        """Take turns until the connection is over; raises why."""
+        reader = threading.Thread(target=self._read, args=(channel,), name=f"kv-reader-{self._name}", daemon=True)
+        reader.start()
+        try:
+            logger.debug("connected to decode worker", peer=self._name, transport=channel.transport)
+            with self._condition:
+                self._connected = True
+            while True:
+                self._take_turn(channel)
+        finally:
+            # Only now, when this thread writes no more, may the receiver see the end of the stream.
+            channel.stream.end()
+            reader.join()
 
     def _retire(self, error: TwinstageError) -> None:
         with self._condition:
@@ -250,7 +268,7 @@ class Peer:
             transfer.kv_bytes += write.num_bytes
             self.wake(transfer)
         elif commit is not None:
-            channel.stream.send(commit_to_message(transfer.transfer_id, commit))
+            channel.stream.send(commit)
             transfer.phase = OutgoingPhase.COMMITTED
             transfer.answer_deadline_s = time.monotonic() + self._answer_s
 

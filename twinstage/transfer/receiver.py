@@ -1,6 +1,7 @@
 """The receiving end of the KV channel, in the worker that owns the blocks.
 
     expect(grant)                 a sender that shows the grant's token may fill the grant's blocks, all of them, once
+      -> delegate.opened          it did
       -> delegate.committed       they are filled and verified; nobody writes to them any more
       -> delegate.failed          they will not be; revoke says when they may be reused
     revoke(transfer, on_fenced)   take the grant back in whatever state it is
@@ -211,9 +212,15 @@ class KvReceiver:
             logger.warning("a kv sender was turned away: too many connections", limit=MAX_CONNECTIONS)
             stream.close()
             return
-        if transport == "tcp":
-            tcp.tune(connection)
-        thread.start()
+        try:
+            if transport == "tcp":
+                tcp.tune(connection)
+            thread.start()
+        except (OSError, RuntimeError) as error:  # it broke already, or there are no threads left: accept the others
+            logger.warning("a kv sender could not be served", transport=transport, error=str(error))
+            with self._lock:
+                del self._streams[thread]
+            stream.close()
 
     def _serve(self, stream: FrameSocket, transport: Transport) -> None:
         """The life of one connection."""

@@ -2,9 +2,10 @@
 
     transfer = sender.open(grant, on_result)
     transfer.write(blocks, position)     as often as blocks become ready, from the engine's thread
-    transfer.commit(...)                 or abort(); on_result follows, once, on a channel thread
+    transfer.commit(...)                 or abort(); on_result follows, once, on a channel thread (or within abort)
 
-There is one connection, with two threads, for each decode worker; it is dialled when first needed, kept, and dialled
+There is one connection, with two threads, for each decode worker and way to reach it (routers may see it by different
+addresses, and one that leads nowhere must not hold up the others); it is dialled when first needed, kept, and dialled
 again after it broke.
 """
 
@@ -27,7 +28,7 @@ from twinstage.transfer.values import (
     KvIdentity,
     TransferOutcome,
 )
-from twinstage.types import KvGrant
+from twinstage.types import KvEndpoint, KvGrant, WorkerId
 
 __all__ = [
     "ChannelTimeouts",
@@ -65,7 +66,7 @@ class KvSender:
             timeouts=self._timeouts,
         )
         self._lock = threading.Lock()
-        self._current: dict[tuple[str, int], Peer] = {}  # by worker id and epoch
+        self._current: dict[tuple[WorkerId, int, tuple[KvEndpoint, ...]], Peer] = {}  # by worker, epoch, endpoints
         self._peers: list[Peer] = []  # also those that are about to end
         self._closed = False
 
@@ -74,7 +75,7 @@ class KvSender:
 
         Raises TransferError when the sender is closed, StaleHandle when the grant is in use; there is no result then.
         """
-        key = (grant.worker_id, grant.epoch)
+        key = (grant.worker_id, grant.epoch, grant.endpoints)
         with self._lock:
             if self._closed:
                 raise TransferError("the KV sender is closed")

@@ -8,14 +8,19 @@ What makes a revoked block safe: the sender writes only after Opened; its one wr
 copies; and it ends the connection only when that thread has stopped. The end of the stream therefore means that no
 copy runs. It means so as well when the process was killed, because the kernel takes a process' memory away before its
 descriptors, and descriptors are not inherited by programs the process starts.
+
+A killed process leaves its directory behind. Whoever listens holds a lock on his directory, which the kernel takes
+away from the dead, so the next to start below the same parent can tell and removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,25 +31,34 @@ import numpy as np
 
 from twinstage.errors import ConfigError, TransferError
 from twinstage.kv.memory import BlockMemory
+from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import HEADER, decode_header, encode
 from twinstage.transfer.messages import Message, Write
 from twinstage.transfer.wire import Frame, FrameSocket
 
+logger = get_logger(__name__)
+
 _MAX_PATH_BYTES = 107  # of a unix socket's address, without the final zero
 _BACKLOG = 64
+_PREFIX = "kv-"
+_SOCKET = "s"
 
 
 class PrivateSocket:
     """A listening unix socket in a fresh directory of mode 0700; both are gone after `close`."""
 
     def __init__(self, parent: Path) -> None:
-        """Listen below `parent`, which is made when missing. Raises ConfigError."""
+        """Listen below `parent`, made when missing, and remove what the dead left there. Raises ConfigError."""
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._directory = Path(tempfile.mkdtemp(prefix="kv-", dir=parent))  # mode 0700
+            _remove_stale(parent)
+            self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+            self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without such locks: nobody will tidy up after us
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"cannot make a directory for shared memory below {parent}: {error}") from error
-        self.path = self._directory / "s"
+        self.path = self._directory / _SOCKET
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
@@ -65,6 +79,30 @@ class PrivateSocket:
         """Stop listening and remove the socket and its directory. Idempotent."""
         self.listener.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove directories of `PrivateSocket` below `parent` whose owners are dead: those that nobody locks."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or somebody else's
+        try:
+            # A socket appears only once the directory is locked; whatever looks different is not one of ours.
+            if os.fstat(lock).st_uid == os.geteuid() and os.listdir(lock) == [_SOCKET]:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISSOCK(os.stat(_SOCKET, dir_fd=lock, follow_symlinks=False).st_mode):
+                    os.unlink(_SOCKET, dir_fd=lock)
+                    directory.rmdir()
+                    logger.info("removed the kv socket of a dead worker", directory=str(directory))
+        except OSError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)
 
 
 class Descriptor:

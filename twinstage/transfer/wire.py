@@ -45,7 +45,8 @@ class FrameSocket:
     def send(self, message: Message, *, payload: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:
         """Send one frame. Raises TransferError when the peer is gone or takes nothing for the stall time."""
         header = encode(message, payload_bytes=sum(len(view) for view in payload))
-        self._send_all([memoryview(header), *payload], deadline=_deadline(timeout_s or self.stall_s))
+        deadline = _deadline(self.stall_s if timeout_s is None else timeout_s)
+        self._send_all([memoryview(header), *payload], deadline=deadline)
 
     def receive(self, *, idle_s: float | None = None) -> Frame | None:
         """The next frame, or None when the peer ended the stream between two frames.

@@ -1,0 +1,238 @@
+"""The gate: who is let in, who waits, and who is refused while there is time to go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+
+from router.gate import Gate
+from router.service_times import ServiceTimes
+from twinstage.errors import Draining, Overloaded
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_gate_lets_so_many_in_and_the_next_when_one_leaves() -> None:
+    gate = Gate(max_live=2, max_queued=2)
+    async with gate.permit(deadline_s=now() + 5) as first_wait_s:
+        assert first_wait_s == 0.0
+        async with gate.permit(deadline_s=now() + 5):
+            waiting = asyncio.create_task(_enter(gate, now() + 5))
+            await asyncio.sleep(0)
+            assert (gate.live, gate.queued) == (2, 1)
+        await waiting
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+async def _enter(
+    gate: Gate, deadline_s: float, *, priority: int = 0, kind: str = "", log: list[int] | None = None
+) -> None:
+    async with gate.permit(deadline_s=deadline_s, priority=priority, kind=kind):
+        if log is not None:
+            log.append(priority)
+
+
+async def test_gate_refuses_at_once_when_its_queue_is_full() -> None:
+    gate = Gate(max_live=1, max_queued=1)
+    async with gate.permit(deadline_s=now() + 5):
+        waiting = asyncio.create_task(_enter(gate, now() + 5))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as caught:
+            await _enter(gate, now() + 5)
+        assert caught.value.retry_after_s > 0
+    await waiting
+
+
+async def test_gate_serves_higher_priority_first() -> None:
+    gate, log = Gate(max_live=1, max_queued=9), list[int]()
+    async with gate.permit(deadline_s=now() + 5):
+        tasks = [asyncio.create_task(_enter(gate, now() + 5, priority=p, log=log)) for p in (0, 5, 0, 9)]
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert log == [9, 5, 0, 0]
+
+
+async def test_gate_refuses_whose_turn_would_come_too_late() -> None:
+    clock = [0.0]
+    gate = Gate(max_live=1, max_queued=9, clock=lambda: clock[0])
+    async with gate.permit(deadline_s=100):
+        clock[0] = 10.0  # a request takes ten seconds
+    assert gate.expected_wait_s(ahead=0) == 10.0
+    async with gate.permit(deadline_s=100):
+        with pytest.raises(Overloaded) as caught:
+            await _enter(gate, 15.0)
+        assert caught.value.retry_after_s == 10.0
+        assert "beside the 1 in progress" in str(caught.value)
+
+
+async def test_gate_gives_up_before_the_deadline_and_says_when_to_come_back() -> None:
+    gate = Gate(max_live=1, max_queued=9)
+    async with gate.permit(deadline_s=now() + 5):
+        deadline_s = now() + 1.0
+        with pytest.raises(Overloaded) as caught:
+            await _enter(gate, deadline_s)
+        assert now() < deadline_s
+        assert caught.value.retry_after_s > 0
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+async def test_gate_survives_cancelled_waiters() -> None:
+    gate = Gate(max_live=1, max_queued=9)
+    async with gate.permit(deadline_s=now() + 5):
+        waiting = [asyncio.create_task(_enter(gate, now() + 5)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[1].cancel()
+    waiting[2].cancel()  # in the moment in which its turn has come
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (gate.live, gate.queued) == (0, 0)
+    await _enter(gate, now() + 5)
+
+
+async def test_closed_gate_refuses_everybody() -> None:
+    gate = Gate(max_live=1, max_queued=9)
+    async with gate.permit(deadline_s=now() + 5):
+        waiting = asyncio.create_task(_enter(gate, now() + 5))
+        await asyncio.sleep(0)
+        gate.close()
+        with pytest.raises(Draining):
+            await waiting
+        with pytest.raises(Draining):
+            await _enter(gate, now() + 5)
+    assert gate.live == 0
+
+
+# --- how long an answer will take -----------------------------------------------------------------
+
+
+async def test_gate_refuses_whose_own_service_would_take_too_long_beside_the_others() -> None:
+    clock = [0.0]
+    gate = Gate(max_live=9, max_queued=0, clock=lambda: clock[0])
+    async with gate.permit(deadline_s=100, kind="long"):
+        async with gate.permit(deadline_s=100, kind="long"):
+            clock[0] = 10.0  # ten seconds, as one of two
+        with pytest.raises(Overloaded, match=r"takes 12\.5 s, and 11\.0 s are left") as caught:
+            await _enter(gate, 21.0, kind="long")
+        assert caught.value.retry_after_s == 1.5
+        await _enter(gate, 23.0, kind="long")  # there is time
+        await _enter(gate, 10.5, kind="short")  # of which nothing is known
+    await _enter(gate, 10.5, kind="long")  # nothing else is in progress: nobody is refused for being slow
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+async def test_gate_judges_again_when_the_turn_comes() -> None:
+    clock = [now()]
+    gate = Gate(max_live=2, max_queued=9, clock=lambda: clock[0])
+    started_s = clock[0]
+    async with gate.permit(deadline_s=started_s + 100, kind="a"):
+        async with gate.permit(deadline_s=started_s + 100, kind="a"):
+            waiting = asyncio.create_task(_enter(gate, started_s + 15, kind="a"))  # nothing has been learned yet
+            await asyncio.sleep(0)
+            assert gate.queued == 1
+            clock[0] += 10.0
+        with pytest.raises(Overloaded, match=r"12\.5 s, and 5\.0 s are left"):
+            await waiting
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+async def test_gate_lets_in_those_that_wait_when_its_limit_grows() -> None:
+    limit = 1
+    gate = Gate(max_live=lambda: limit, max_queued=9)
+    async with gate.permit(deadline_s=now() + 5):
+        waiting = asyncio.create_task(_enter(gate, now() + 5))
+        await asyncio.sleep(0)
+        assert gate.queued == 1
+        limit = 2
+        gate.admit_waiting()
+        await waiting
+
+
+async def test_errors_teach_the_gate_nothing_but_deadlines_do() -> None:
+    clock = [0.0]
+    gate = Gate(max_live=9, max_queued=0, clock=lambda: clock[0])
+    for seconds, deadline_s in ((1.0, 100.0), (20.0, 21.0)):
+        with contextlib.suppress(RuntimeError):
+            async with gate.permit(deadline_s=deadline_s):
+                clock[0] += seconds
+                raise RuntimeError
+        assert gate.expected_wait_s(ahead=8) == (40.0 if seconds == 20.0 else 0.0)
+
+
+def expected(times: ServiceTimes, *counts: float) -> list[float]:
+    return [times.expected_s("a", concurrency=count) for count in counts]
+
+
+def test_service_times_are_a_curve_over_what_was_learned() -> None:
+    times = ServiceTimes()
+    assert (times.mean_s, expected(times, 5)) == (0.0, [0.0])
+    times.learn("a", 8.0, concurrency=4)
+    assert expected(times, 1, 2, 4, 400) == [2.0, 4.0, 8.0, 8.0]
+    times.learn("a", 20.0, concurrency=16)
+    assert expected(times, 4, 10, 16, 400) == [8.0, 14.0, 20.0, 20.0]
+    assert times.expected_s("b", concurrency=4) == 0.0
+    assert times.mean_s == pytest.approx(8.0 + 0.2 * 12)
+
+
+def test_service_times_of_a_bad_moment_are_forgotten() -> None:
+    times = ServiceTimes()
+    times.learn("a", 60.0, concurrency=32)
+    times.learn("a", 60.0, concurrency=4)
+    for _ in range(50):
+        times.learn("a", 1.0, concurrency=4)
+    # 32 at once have not been seen since; they take no more than eight times as long.
+    assert expected(times, 4, 32) == pytest.approx([1.0, 8.0], rel=0.01)
+
+
+class SharedMachine:
+    """Serves everybody at once, each the more slowly the more there are."""
+
+    TICK_S = 0.01
+
+    def __init__(self, cost_s: float) -> None:
+        self._cost_s = cost_s
+        self._live = 0
+
+    async def serve(self) -> None:
+        self._live += 1
+        left_s, before_s = self._cost_s, now()
+        try:
+            while left_s > 0:
+                await asyncio.sleep(self.TICK_S)
+                left_s -= (now() - before_s) / self._live
+                before_s = now()
+        finally:
+            self._live -= 1
+
+
+async def test_a_load_test_that_asks_too_much_dies_at_no_deadline_once_something_was_learned() -> None:
+    """200 calls, 50 at a time, each with half of the time that serving 50 at once takes."""
+    gate, machine = Gate(max_live=128, max_queued=256), SharedMachine(cost_s=0.04)
+    outcomes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # of the first calls, of the later ones
+
+    async def call() -> str:
+        deadline_s = now() + 1.0
+        try:
+            async with asyncio.timeout_at(deadline_s), gate.permit(deadline_s=deadline_s, kind="hello"):
+                await machine.serve()
+        except Overloaded as refusal:
+            await asyncio.sleep(min(refusal.retry_after_s, 0.1))
+            return "refused"
+        except TimeoutError:
+            return "deadline"
+        return "ok"
+
+    async def client() -> None:
+        for number in range(4):
+            outcomes[number == 0][await call()] += 1
+
+    await asyncio.gather(*(client() for _ in range(50)))
+    assert outcomes[True] == {"deadline": 50}  # nothing was known yet
+    later = outcomes[False]
+    assert set(later) == {"ok", "refused"}
+    assert later["ok"] >= 10
+    assert gate.live == 0

@@ -1,0 +1,62 @@
+"""What the processes of all roles have in common in their settings, and how settings are read: flags, then
+`TWINSTAGE_*` variables, then defaults. Each role's own are in its `config` module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from twinstage.addresses import split_address
+from twinstage.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class ProcessSettings(BaseSettings):
+    """What every process can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TWINSTAGE_",
+        cli_kebab_case=True,
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        extra="ignore",
+    )
+
+    listen: str = Field(default="0.0.0.0:0", description="host:port of the gRPC server; port 0 takes a free one.")
+    drain_timeout: float = Field(
+        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
+    )
+    log_format: Literal["console", "json"] = Field(default="console", description="How log lines look.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is logged."
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_has_a_port(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+
+def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
+    """Read flags, then `TWINSTAGE_*` variables, then defaults. Raises ConfigError that says what is wrong."""
+    try:
+        return CliApp.run(kind, cli_args=list(arguments))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_violations(error))) from error
+    except SettingsError as error:
+        raise ConfigError(" ".join(str(error).removeprefix("error parsing CLI: ").split())) from error
+
+
+def _violations(error: ValidationError) -> list[str]:
+    violations = []
+    for entry in error.errors(include_url=False):
+        flag = "-".join(str(part) for part in entry["loc"]).replace("_", "-")
+        violations.append(f"--{flag}: {entry['msg'].removeprefix('Value error, ')}")
+    return violations
