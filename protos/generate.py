@@ -17,10 +17,13 @@ PROTOS = Path(__file__).resolve().parent
 def generate(output: Path) -> None:
     """Generate all modules below `output`. Raises SystemExit when protoc refuses a file."""
     sources = sorted(PROTOS.rglob("*.proto"))
+    programs = Path(sys.executable).parent  # of this environment, which need not be the one on PATH
     arguments = [
         "protoc",
         f"--proto_path={PROTOS}",
         f"--proto_path={files('grpc_tools') / '_proto'}",
+        f"--plugin=protoc-gen-mypy={programs / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={programs / 'protoc-gen-mypy_grpc'}",
         f"--python_out={output}",
         f"--grpc_python_out={output}",
         f"--mypy_out=quiet:{output}",
