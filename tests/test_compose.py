@@ -27,8 +27,24 @@ def _engine_version() -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
+def _missing() -> str:
+    """What keeps these tests from running here; empty when nothing does."""
+    if not ENGINE:
+        return "no Docker engine answers `docker version`"
+    if not (_torch_wheels() or os.environ.get("TORCH_INDEX")):
+        return "no CPU build of torch for the image: name a folder in PIP_FIND_LINKS or an index in TORCH_INDEX"
+    return ""
+
+
+def _torch_wheels() -> list[Path]:
+    """Wheels of the torch that the image takes, in the folder that pip looks into on this machine."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    version = next(pin.removeprefix("torch==") for pin in pins if pin.startswith("torch=="))
+    return list(Path(os.environ.get("PIP_FIND_LINKS") or "/nowhere").glob(f"torch-{version}*.whl"))
+
+
 ENGINE = _engine_version()
-needs_engine = pytest.mark.skipif(not ENGINE, reason="no Docker engine answers `docker version`")
+needs_engine = pytest.mark.skipif(bool(_missing()), reason=_missing())
 
 
 class Compose:
@@ -43,18 +59,14 @@ class Compose:
             "TWINSTAGE_PORT": str(self.port),
             "DOCKER_BUILDKIT": "1",
         }
-        wheels = Path(os.environ.get("PIP_FIND_LINKS", ""))
         self._files = ["-f", "compose.yaml"]
-        if wheels.is_dir() and any(wheels.glob("torch-*.whl")):
-            self._use_wheels(wheels)
-
-    def _use_wheels(self, wheels: Path) -> None:
-        if int(ENGINE.split(".")[0]) >= 23:
-            self._environment["TWINSTAGE_WHEELS"] = str(wheels)
+        wheels = _torch_wheels()
+        if wheels and int(ENGINE.split(".")[0]) >= 23:
+            self._environment["TWINSTAGE_WHEELS"] = str(wheels[0].parent)
             self._files += ["-f", "deploy/compose.wheels.yaml"]
-            return
-        for wheel in wheels.glob("torch-*.whl"):
-            shutil.copy(wheel, self._directory / "deploy" / "wheels")
+        else:  # this engine knows no named build contexts
+            for wheel in wheels:
+                shutil.copy(wheel, directory / "deploy" / "wheels")
 
     def run(self, *arguments: str, timeout_s: float = 500.0) -> str:
         command = ["docker", "compose", *self._files, *arguments]
