@@ -19,6 +19,7 @@ from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.service import SERVICE_NAMES, add_services, update_health
+from router.text_threads import TextThreads
 from router.workers import WorkerTable
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
@@ -43,6 +44,7 @@ class Router:
         self._settings = settings
         self._sources = settings.sources()
         self._executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
+        self._text_threads = TextThreads(settings.tokenizer_threads)
         self._health = HealthService(SERVICE_NAMES)
         self._live = LiveRequests()
         self._generation_gate = Gate(max_live=self._max_live_generations, max_queued=settings.max_queued_requests)
@@ -55,6 +57,7 @@ class Router:
             on_change=self._workers_changed,
         )
         self._server = create_server(
+            max_receive_bytes=settings.max_message_bytes,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
         )
@@ -83,6 +86,8 @@ class Router:
             embedding_gate=embedding_gate,
             live=self._live,
             deadlines=deadlines,
+            text_threads=self._text_threads,
+            trusts_chat_templates=settings.trust_request_chat_template,
         )
         self._health.attach(self._server)
         add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE))
@@ -119,6 +124,7 @@ class Router:
         await self._server.stop(None)
         await self.workers.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._text_threads.close()
 
     async def _drain(self) -> None:
         """Refuse new requests, and wait for those in progress."""

@@ -146,15 +146,25 @@ def tokenize(prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
     """The prompt's token ids. Runs in a thread: long prompts and templates take their time."""
     match prompt:
         case TextPrompt():
+            _check_characters(prompt, prompt.text, model)
             return tuple(model.tokenizer.encode(prompt.text))
         case TokenPrompt():
             return prompt.token_ids
         case ChatPrompt():
             # The template has written the special tokens already.
             text = render_chat(model.tokenizer.bundle, prompt)
+            _check_characters(prompt, text, model)
             return tuple(model.tokenizer.encode(text, add_special_tokens=False))
         case BatchPrompt():
             raise Unimplemented("this version does not implement batch")
+
+
+def _check_characters(prompt: Prompt, text: str, model: ServedModel) -> None:
+    """Refuse what would take long to tokenize only to be too long. Raises InvalidRequest."""
+    limit = model.description.max_model_len
+    if len(text) > limit * model.tokenizer.longest_token_characters:
+        description = f"prompt 0 has {len(text)} characters, more than the model's limit of {limit} tokens can hold"
+        raise InvalidRequest([FieldViolation(field_of(prompt), description)])
 
 
 def field_of(prompt: Prompt) -> str:
@@ -257,7 +267,10 @@ class Admission:
         assert raw.prompt is not None
         started_s = time.monotonic()
         loop = asyncio.get_running_loop()
-        token_ids = await loop.run_in_executor(self._executor, tokenize, raw.prompt, model)
+        if isinstance(raw.prompt, TokenPrompt):  # nothing to do, so nothing to wait for
+            token_ids = raw.prompt.token_ids
+        else:
+            token_ids = await loop.run_in_executor(self._executor, tokenize, raw.prompt, model)
         tokenize_s = time.monotonic() - started_s
         limit = model.description.max_model_len
         check_length(field_of(raw.prompt), len(token_ids), stopping=raw.stopping, limit=limit)

@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from router.discovery import WorkerSource, parse_source
 from twinstage.errors import ConfigError
+from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.settings import ProcessSettings
 
 
@@ -43,6 +44,17 @@ class RouterSettings(ProcessSettings):
     )
     lookup_interval: float = Field(default=5.0, gt=0, description="Seconds between look-ups of dns:/// names.")
     tokenizer_threads: int = Field(default=2, ge=1, description="Threads that tokenize and render prompts.")
+    max_message_bytes: int = Field(
+        default=4 * 1024 * 1024,
+        ge=1024,
+        le=MAX_MESSAGE_BYTES,
+        description="Bytes of the largest message that clients may send; larger ones are refused.",
+    )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Take chat templates from clients. A template is a program that runs in the router: it can use up "
+        "its time and memory.",
+    )
     max_connection_age: float = Field(
         default=1800.0,
         gt=0,

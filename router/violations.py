@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 from twinstage.errors import FieldViolation, InvalidRequest
 
@@ -44,8 +45,8 @@ class Violations:
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Every id is in the vocabulary."""
-        unknown = [index for index, token_id in enumerate(token_ids) if token_id >= vocab_size]
-        for index in unknown[:MAX_LISTED_PER_FIELD]:
+        unknown = (index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        for index in islice(unknown, MAX_LISTED_PER_FIELD):
             self.add(f"{field}[{index}]", f"must be below the vocabulary's size {vocab_size}, is {token_ids[index]}")
 
     def check_request_id(self, request_id: str) -> None:

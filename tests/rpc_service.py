@@ -55,10 +55,10 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, interceptors: Sequence[Any] = (), max_message_bytes: int = 1024 * 1024, **behaviours: Callable[..., Any]
+    *, interceptors: Sequence[Any] = (), max_bytes: int = 1024 * 1024, **behaviours: Callable[..., Any]
 ) -> AsyncIterator[Service]:
     """Serve the given behaviours on a free port of the loopback interface until the scope ends."""
-    server = create_server(interceptors, max_message_bytes=max_message_bytes)
+    server = create_server(interceptors, max_receive_bytes=max_bytes, max_send_bytes=max_bytes)
     handlers = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(
             behaviour,

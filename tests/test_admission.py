@@ -362,3 +362,10 @@ def test_no_deadline_is_later_than_the_longest() -> None:
     deadlines = Deadlines(default_s=100, longest_s=10)
     for asked_s, given_s in ((None, 10), (5.0, 5), (50.0, 10)):
         assert deadlines.deadline_s(asked_s) - time.monotonic() == pytest.approx(given_s, abs=1)
+
+
+def test_a_list_of_wrong_ids_gives_a_few_violations_only() -> None:
+    raw = RawGenerationRequest(prompt=TokenPrompt(token_ids=(10**6,) * 5000))
+    with pytest.raises(InvalidRequest) as caught:
+        check_fields(raw, served())
+    assert violated(caught.value) == [f"prompt_token_ids.ids[{index}]" for index in range(8)]

@@ -592,3 +592,65 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+# --- what is too much -----------------------------------------------------------------------------
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_a_client_cannot_make_the_router_run_its_template() -> None:
+    chat = {"messages": [generation_pb2.ChatMessage(role="user", content="Hi")], "chat_template": ENDLESS}
+    async with serving() as service:
+        calls = [service.generation.Chat(generation_pb2.ChatRequest(**chat), timeout=10) for _ in range(4)]
+        tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(service.channel)
+        calls += [tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(**chat), timeout=10) for _ in range(40)]
+        for call in calls:
+            error = await failing(call)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert [v.field for v in details(error)["BadRequest"].field_violations] == ["chat_template"]
+        await service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+
+
+async def test_templates_of_trusted_clients_are_rendered() -> None:
+    chat = {"messages": [generation_pb2.ChatMessage(role="user", content="Hi")], "chat_template": "say {{ 1 + 1 }}"}
+    async with serving("--trust-request-chat-template") as service:
+        tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(service.channel)
+        assert (await tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(**chat), timeout=10)).text == "say 2"
+        await service.generation.Chat(generation_pb2.ChatRequest(**chat), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "field"),
+    [
+        ({"prompt": "x", "sampling": {"logit_bias": dict.fromkeys(range(2000), 1000.0)}}, "sampling.logit_bias"),
+        ({"prompt": "x", "stopping": {"stop_token_ids": [1] * 2000}}, "stopping.stop_token_ids"),
+        ({"prompt": "x", "stopping": {"stop": ["x"] * 2000}}, "stopping.stop"),
+        ({"batch": {"prompts": [{"prompt": "x"}] * 2000}}, "batch.prompts"),
+    ],
+)
+async def test_lists_that_no_request_needs_are_refused_by_their_length(
+    request_fields: dict[str, Any], field: str
+) -> None:
+    async with serving() as service:
+        request = generation_pb2.GenerateRequest(**request_fields)
+        error = await failing(service.generation.Generate(request, timeout=10))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        violations = details(error)["BadRequest"].field_violations
+        assert [violation.field for violation in violations] == [field]
+        assert "at most 1024 entries, has 2000" in violations[0].description
+
+
+async def test_a_message_above_the_limit_is_refused() -> None:
+    async with serving("--max-message-bytes", "10000") as service:
+        request = generation_pb2.GenerateRequest(prompt="x" * 20_000)
+        error = await failing(service.generation.Generate(request, timeout=10))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    async with serving() as service:
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x" * 3_000_000)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "3000000 characters" in error.details()

@@ -281,7 +281,7 @@ async def test_an_answer_that_is_too_large_to_send_fails_at_once() -> None:
         yield StringValue(value="x" * 100_000)
         await asyncio.sleep(60)
 
-    async with serving(unary_stream=behaviour, max_message_bytes=50_000) as service:
+    async with serving(unary_stream=behaviour, max_bytes=50_000) as service:
         assert (await _failure(service, "unary_stream")).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -61,7 +61,7 @@ async def test_messages_are_limited_both_ways(size: int) -> None:
     async def behaviour(request: GenerateRequest, context: Any) -> StringValue:
         return StringValue(value="x" * (request.priority or 1))
 
-    async with serving(unary_unary=behaviour, max_message_bytes=100_000) as service:
+    async with serving(unary_unary=behaviour, max_bytes=100_000) as service:
         for request in (GenerateRequest(prompt="x" * size), GenerateRequest(priority=size)):
             if size < 100_000:
                 await service.call("unary_unary", request)

@@ -220,3 +220,11 @@ def test_refusals_name_the_field() -> None:
 )
 def test_hostile_templates_are_refused(template: str) -> None:
     assert refused_field(ChatPrompt(messages=USER, chat_template=template)) == "chat_template"
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    """It would fail later, where text is encoded."""
+    bundle = TokenizerBundle(tokenizer_json="{}", chat_template="{{ '\\ud800' }}")
+    prompt = ChatPrompt(messages=(ChatMessage(role="user", content="Hi"),))
+    with pytest.raises(InvalidRequest, match="not Unicode"):
+        render_chat(bundle, prompt)

@@ -25,6 +25,7 @@ class ProcessSettings(BaseSettings):
         cli_exit_on_error=False,
         cli_avoid_json=True,
         cli_hide_none_type=True,
+        cli_implicit_flags=True,
         extra="ignore",
     )
 

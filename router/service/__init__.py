@@ -9,10 +9,12 @@ from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.service.admin import AdminServicer
+from router.service.door import Door
 from router.service.embedding import EmbeddingServicer
 from router.service.generation import GenerationServicer
 from router.service.model import ModelServicer
 from router.service.tokenizer import TokenizerServicer
+from router.text_threads import TextThreads
 from router.workers import WorkerTable
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.types import Task
@@ -36,13 +38,18 @@ def add_services(
     embedding_gate: Gate,
     live: LiveRequests,
     deadlines: Deadlines,
+    text_threads: TextThreads,
+    trusts_chat_templates: bool,
 ) -> None:
     """Put every public service on a server that has not been started."""
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation), server)
+    door = Door(trusts_chat_templates=trusts_chat_templates)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation, door), server)
     embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(
         EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines), server
     )
-    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(workers), server)
+    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
+        TokenizerServicer(workers, door=door, threads=text_threads), server
+    )
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(workers, live, gate=generation_gate), server)
 

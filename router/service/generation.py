@@ -10,6 +10,7 @@ from typing import Any
 from router.generation import Generation, OpenCall
 from router.outbox import DeltaEvent, FinishEvent, PromptEvent, SummaryEvent
 from router.service.context import seconds_left
+from router.service.door import Door
 from twinstage.errors import InternalError
 from twinstage.rpc.convert_public import (
     chat_request_from_proto,
@@ -45,12 +46,14 @@ class _Answer:
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Generate and Chat, unary and streamed."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, door: Door) -> None:
         self._generation = generation
+        self._door = door
 
     async def Generate(  # noqa: N802 - the names of methods are the proto's
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> generation_pb2.GenerateResponse:
+        self._door.check_generate(request)
         raw = generate_request_from_proto(request)
         answer = await self._collect(raw, context)
         result = generation_result_to_proto(
@@ -73,6 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Chat(  # noqa: N802
         self, request: generation_pb2.ChatRequest, context: Any
     ) -> generation_pb2.ChatResponse:
+        self._door.check_chat(request)
         raw = chat_request_from_proto(request)
         answer = await self._collect(raw, context)
         result = chat_result_to_proto(
@@ -95,6 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generation_pb2.GenerateStreamResponse]:
+        self._door.check_generate(request)
         async with contextlib.aclosing(self._stream(generate_request_from_proto(request), context)) as messages:
             async for message in messages:
                 yield generation_pb2.GenerateStreamResponse(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]
@@ -102,6 +107,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ChatStream(  # noqa: N802
         self, request: generation_pb2.ChatRequest, context: Any
     ) -> AsyncIterator[generation_pb2.ChatStreamResponse]:
+        self._door.check_chat(request)
         async with contextlib.aclosing(self._stream(chat_request_from_proto(request), context)) as messages:
             async for message in messages:
                 yield generation_pb2.ChatStreamResponse(**{_FIELDS[type(message)]: message})  # type: ignore[arg-type]

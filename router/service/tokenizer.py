@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from router.catalog import find_model
+from router.service.door import Door, check_token_count
+from router.text_threads import TextThreads
 from router.violations import Violations
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
@@ -19,8 +20,10 @@ from twinstage.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Tokenize, Detokenize and RenderChat."""
 
-    def __init__(self, workers: WorkerTable) -> None:
+    def __init__(self, workers: WorkerTable, *, door: Door, threads: TextThreads) -> None:
         self._workers = workers
+        self._door = door
+        self._threads = threads
 
     def _model(self, name: str, task: Task | None = None) -> ServedModel:
         return find_model(self._workers.models, name, task=task)
@@ -37,23 +40,26 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             token_ids = tokenizer.encode(request.text, add_special_tokens=adds)
             return tokenizer_pb2.TokenizeResponse(token_ids=token_ids, tokens=map(tokenizer.token_piece, token_ids))
 
-        return await asyncio.to_thread(tokenize)
+        return await self._threads.run(tokenize)
 
     async def Detokenize(  # noqa: N802
         self, request: tokenizer_pb2.DetokenizeRequest, context: Any
     ) -> tokenizer_pb2.DetokenizeResponse:
         model = self._model(request.model)
+        check_token_count("token_ids", request.token_ids, model)
         violations = Violations()
         violations.check_token_ids("token_ids", request.token_ids, model.description.vocab_size)
         violations.raise_any()
         skips = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids), skip_special_tokens=skips)
+        token_ids = list(request.token_ids)
+        text = await self._threads.run(lambda: model.tokenizer.decode(token_ids, skip_special_tokens=skips))
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def RenderChat(  # noqa: N802
         self, request: tokenizer_pb2.RenderChatRequest, context: Any
     ) -> tokenizer_pb2.RenderChatResponse:
         tokenizer = self._model(request.model, Task.GENERATE).tokenizer
+        self._door.check_render(request)
         prompt = chat_prompt_from_proto(request)
 
         def render() -> tokenizer_pb2.RenderChatResponse:
@@ -62,4 +68,4 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 text=text, token_ids=tokenizer.encode(text, add_special_tokens=False)
             )
 
-        return await asyncio.to_thread(render)
+        return await self._threads.run(render)

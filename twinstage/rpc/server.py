@@ -47,7 +47,8 @@ DrainCallback = Callable[[], Awaitable[None]]
 def create_server(
     interceptors: Sequence[ServerInterceptor] = (),
     *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    max_send_bytes: int = MAX_MESSAGE_BYTES,
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 3600.0,
 ) -> grpc.aio.Server:
@@ -58,7 +59,7 @@ def create_server(
     between routers and workers need.
     """
     outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor()]
-    options = _options(max_message_bytes)
+    options = _options(max_receive_bytes, max_send_bytes)
     if max_connection_age_s is not None:
         options += [
             ("grpc.max_connection_age_ms", _milliseconds(max_connection_age_s)),
@@ -67,13 +68,13 @@ def create_server(
     return grpc.aio.server(interceptors=[*outermost, *interceptors], options=options)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_receive_bytes: int, max_send_bytes: int) -> list[tuple[str, int]]:
     """Channel arguments of the core. gzip needs none: the core accepts it."""
     return [
         # Without it a second server on the same port would silently take half of the connections.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", max_send_bytes),
         # Find clients that went away without a word, so that their requests are cancelled.
         ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_INTERVAL_S)),
         ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_S)),

@@ -125,7 +125,18 @@ def _render(template_text: str, variables: Mapping[str, Any], *, blamed_field: s
         ) from error
     except _EVALUATION_ERRORS as error:
         raise _invalid(blamed_field, f"the chat template refused the conversation: {_short(str(error))}") from error
-    return "".join(pieces)
+    rendered = "".join(pieces)
+    if not _is_unicode(rendered):
+        raise _invalid(blamed_field, "gives text with half a surrogate pair, which is not Unicode")
+    return rendered
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _invalid(field: str, description: str) -> InvalidRequest:

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 from twinstage.errors import ModelError
 from twinstage.text.bundle import TokenizerBundle
 
+_LONGEST_TOKEN_FLOOR = 64  # characters
+
 
 class TextTokenizer:
     """Encodes and decodes with the bundle's tokenizer; truncation and padding from its file are switched off."""
@@ -27,6 +29,14 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token_characters(self) -> int:
+        """Characters of the longest spelling in the vocabulary: no text of n tokens has more than n times as many.
+
+        Text that the tokenizer drops or takes for unknown is the exception, so the figure has a generous floor.
+        """
+        return max(_LONGEST_TOKEN_FLOOR, *map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:

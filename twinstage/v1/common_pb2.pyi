@@ -148,7 +148,7 @@ class SamplingOptions(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of the tokens named by id. Default: none; values in [-100, 100]."""
+        """Added to the logits of the tokens named by id. Default: none; at most 1,024, values in [-100, 100]."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class StoppingOptions(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the generation. Default: none."""
+        """Token ids that end the generation. Default: none; at most 1,024."""
 
     @_builtins.property
     def time_limit(self) -> _duration_pb2.Duration:

@@ -451,14 +451,16 @@ class ChatRequest(_message.Message):
     priority: _builtins.int
     """Requests of higher priority are served first. Default 0; range -100 to 100."""
     chat_template: _builtins.str
-    """A Jinja chat template to use instead of the model's. Default: the model's own."""
+    """A Jinja chat template to use instead of the model's. Default: the model's own. Refused unless the server trusts
+    its clients with templates.
+    """
     add_generation_prompt: _builtins.bool
     """End the prompt with the opening of the assistant's turn. Default true, or false with continue_final_message."""
     continue_final_message: _builtins.bool
     """Continue the last message instead of answering it; excludes add_generation_prompt. Default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The conversation so far, oldest first. At least one message."""
+        """The conversation so far, oldest first. At least one message, at most 4,096."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingOptions:

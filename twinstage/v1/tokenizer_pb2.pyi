@@ -153,14 +153,16 @@ class RenderChatRequest(_message.Message):
     model: _builtins.str
     """Name of the model. Default: the only generation model that is served."""
     chat_template: _builtins.str
-    """A Jinja chat template to use instead of the model's. Default: the model's own."""
+    """A Jinja chat template to use instead of the model's. Default: the model's own. Refused unless the server trusts
+    its clients with templates.
+    """
     add_generation_prompt: _builtins.bool
     """End the prompt with the opening of the assistant's turn. Default true, or false with continue_final_message."""
     continue_final_message: _builtins.bool
     """Leave the last message open; excludes add_generation_prompt. Default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ChatMessage]:
-        """The conversation, oldest first. At least one message."""
+        """The conversation, oldest first. At least one message, at most 4,096."""
 
     @_builtins.property
     def chat_template_kwargs(self) -> _struct_pb2.Struct:
