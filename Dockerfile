@@ -4,8 +4,8 @@
 #
 # The image takes the CPU build of torch: from the stage `wheels` when a wheel lies there, else from the index of CPU
 # wheels named by the build argument TORCH_INDEX. With neither, pip's own index gives the CUDA build: gigabytes more, and
-# it runs on CPUs just the same. The stage holds deploy/wheels; engines that know named build contexts (Docker 23 and later) can put any
-# folder in its place: --build-context wheels=FOLDER, or deploy/compose.wheels.yaml.
+# it runs on CPUs just the same. The stage holds deploy/wheels; engines that know named build contexts (Docker 23 and
+# later) can put any folder in its place: --build-context wheels=FOLDER, or deploy/compose.wheels.yaml.
 
 FROM scratch AS wheels
 COPY deploy/wheels /

@@ -11,7 +11,13 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # pytest-xdist processes: the tests start servers of their own, so more than the cores only adds waiting.
 TEST_PROCESSES ?= 2
 
-.PHONY: demo test check protos clean
+# Plain `make` says what there is.
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test check protos clean
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
 
 # The stamps make a second call instant; they depend on what decides the contents of the environment.
 $(VENV)/.base: pyproject.toml constraints.txt

@@ -127,7 +127,9 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Number of independent continuations. Default 1; range >= 1."""
+    """Number of independent continuations. Default 1; range >= 1.
+    Not in this version: refused with UNIMPLEMENTED.
+    """
     temperature: _builtins.float
     """Softmax temperature. Default 1.0; range >= 0; below 1e-5 means greedy."""
     top_p: _builtins.float
@@ -245,7 +247,9 @@ class StoppingOptions(_message.Message):
 
     @_builtins.property
     def repetition_detection(self) -> Global___RepetitionDetection:
-        """Ends a generation that repeats itself. Default: off."""
+        """Ends a generation that repeats itself. Default: off.
+        Not in this version: refused with UNIMPLEMENTED.
+        """
 
     def __init__(
         self,
@@ -328,7 +332,9 @@ class OutputOptions(_message.Message):
     logprobs: _builtins.int
     """Return the log probability of each token and of this many alternatives. Default: none; range 0 to 20."""
     prompt_logprobs: _builtins.int
-    """Return the log probabilities of the prompt's tokens. Default: none; range 0 to 20."""
+    """Return the log probabilities of the prompt's tokens. Default: none; range 0 to 20.
+    Not in this version: refused with UNIMPLEMENTED.
+    """
     return_token_ids: _builtins.bool
     """Return token ids beside the text. Default false."""
     skip_special_tokens: _builtins.bool

@@ -52,7 +52,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def batch(self) -> Global___PromptBatch:
-        """Several prompts that share all options; results carry the index of their prompt."""
+        """Several prompts that share all options; results carry the index of their prompt.
+        Not in this version: refused with UNIMPLEMENTED.
+        """
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingOptions:
@@ -68,7 +70,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def structured_output(self) -> _common_pb2.StructuredOutput:
-        """A grammar for the output. Default: none."""
+        """A grammar for the output. Default: none.
+        Not in this version: refused with UNIMPLEMENTED.
+        """
 
     def __init__(
         self,
@@ -476,7 +480,9 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def structured_output(self) -> _common_pb2.StructuredOutput:
-        """A grammar for the answer. Default: none."""
+        """A grammar for the answer. Default: none.
+        Not in this version: refused with UNIMPLEMENTED.
+        """
 
     @_builtins.property
     def chat_template_kwargs(self) -> _struct_pb2.Struct:
