@@ -74,4 +74,7 @@ def test_every_part_of_the_time_is_reported(tiny_cluster: ProcessCluster) -> Non
     for name in ("tokenize", "prefill", "kv_transfer", "time_to_first_token", "decode", "total"):
         assert parts[name] > 0, name
     assert parts["time_to_first_token"] + parts["decode"] <= parts["total"] * 1.05
-    assert parts["queue"] + parts["tokenize"] + parts["prefill"] <= parts["time_to_first_token"] * 1.05
+    # A place in decode's batch may be waited for after the first token, so the queue counts towards the total only.
+    assert parts["tokenize"] + parts["prefill"] <= parts["time_to_first_token"] * 1.05
+    apart = ("queue", "tokenize", "prefill", "kv_transfer", "decode")
+    assert sum(parts[name] for name in apart) <= parts["total"] * 1.05
