@@ -1,10 +1,17 @@
-"""Who owns which KV block.
+"""Who holds which KV block.
 
-    free ──allocate / grow──> owned by exactly one BlockTable ──release──> free
+    free ──allocate / grow──> owned ──publish──> sealed ──last release──> cached ──evicted, or reset──> free
+      ^                         │                  ^                        │
+      └───────── release ───────┘                  └── allocate with prefix ┘
 
-A `BlockTable` is the ownership: an ordered list of blocks that go back to the pool when it is released, once, on
-whatever path. Every allocation draws a new generation; the blocks of a table answer it until they are released, so a
-handle that names (block, generation) is void as soon as its owner gave the block back.
+    free     nobody holds it, its content means nothing
+    owned    exactly one BlockTable holds it, and may write it
+    sealed   complete and read-only: the prefix index knows what is in it; any number of tables hold it
+    cached   nobody holds it, but the index still knows it; counts as free, the least recently used is evicted first
+
+A `BlockTable` is the holding. Every table has a generation of its own; the blocks that it owns answer it, all others
+answer none. So a handle that names (block, generation) is void as soon as its owner gave the block back or anybody else
+may read it.
 
 The pool is shared by the threads of a worker: intake reserves on the event loop while the engine grows and frees.
 One lock guards the books; callbacks run outside it.
@@ -13,73 +20,21 @@ One lock guards the books; callbacks run outside it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHandle
+from twinstage.kv.block_table import BlockTable
+from twinstage.kv.pool_check import check_books
+from twinstage.kv.prefix_index import BlockHash, PrefixIndex
 
-FREE_GENERATION = 0  # what `generation_of` answers for a free block; allocations start at 1
+__all__ = ["FREE_GENERATION", "BlockPool", "BlockTable"]
 
-
-class BlockTable:
-    """Some blocks, owned, in the order of their sequence; made by `BlockPool.allocate`.
-
-    Leaving the `with` block of a table releases it. A table may be used by any thread, one at a time.
-    """
-
-    __slots__ = ("_block_ids", "_pool", "_released", "generation", "owner")
-
-    def __init__(self, pool: BlockPool, *, owner: str, generation: int, block_ids: tuple[int, ...]) -> None:
-        self._pool = pool
-        self._block_ids = block_ids
-        self._released = False
-        self.owner = owner
-        self.generation = generation
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        """The blocks in order; empty once released."""
-        return self._block_ids
-
-    def grow(self, count: int, *, keep_free: int = 0) -> None:
-        """Append `count` blocks of the same generation.
-
-        Raises KvExhausted, with nothing changed, unless they are free and `keep_free` more remain; IntegrityError
-        when the table was released.
-        """
-        self._pool._grow(self, count, keep_free)
-
-    def take_over(self, victim: BlockTable, count: int) -> None:
-        """Release `victim` and append `count` blocks, with no moment in between when another thread could take them.
-
-        Raises KvExhausted when that is not enough; `victim` is released all the same.
-        """
-        self._pool._take_over(self, victim, count)
-
-    def release(self) -> None:
-        """Give all blocks back. Idempotent."""
-        self._pool._release(self)
-
-    def __len__(self) -> int:
-        return len(self._block_ids)
-
-    def __enter__(self) -> BlockTable:
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def __repr__(self) -> str:
-        return f"BlockTable(owner={self.owner!r}, generation={self.generation}, block_ids={self._block_ids})"
+FREE_GENERATION = 0  # what `generation_of` answers for a block that no table owns; tables start at 1
 
 
 class BlockPool:
-    """The blocks `0 .. num_blocks - 1` and who owns them. Thread-safe."""
+    """The blocks `0 .. num_blocks - 1`, who holds them, and what is known of their content. Thread-safe."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -87,31 +42,42 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._lock = threading.Lock()
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was used last is warm in the caches
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._holders = [0] * num_blocks  # tables that hold the block
         self._generations = [FREE_GENERATION] * num_blocks
         self._last_generation = FREE_GENERATION
+        self._index = PrefixIndex()
+        self._resets = 0
         self._tables: set[BlockTable] = set()
         self._free_listeners: tuple[Callable[[], None], ...] = ()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, cached ones included."""
+        with self._lock:
+            return self._num_free
 
-    def allocate(self, count: int, *, owner: str, keep_free: int = 0) -> BlockTable:
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose content is known."""
+        return len(self._cached)
+
+    def allocate(self, count: int, *, owner: str, keep_free: int = 0, prefix: Sequence[BlockHash] = ()) -> BlockTable:
         """A table of `count` blocks (possibly 0), all or nothing, under a new generation.
 
-        `owner` names the holder in error messages. Raises KvExhausted unless the blocks are free and `keep_free`
-        more remain.
+        `owner` names the holder in error messages. Of the blocks that `prefix` names, the longest known beginning is
+        shared (`num_shared`); the others are owned. Raises KvExhausted unless the blocks are free and `keep_free` more
+        remain.
         """
         with self._lock:
-            block_ids = self._take(count, keep_free)
+            table = BlockTable(self, owner=owner, generation=self._last_generation + 1, resets=self._resets)
+            self._append(table, count, keep_free, prefix, 1)
             self._last_generation += 1
-            table = BlockTable(self, owner=owner, generation=self._last_generation, block_ids=block_ids)
-            self._stamp(block_ids, table.generation)
             self._tables.add(table)
         return table
 
     def generation_of(self, block_id: int) -> int:
-        """Generation of the allocation that owns the block, `FREE_GENERATION` when nobody does.
+        """Generation of the table that owns the block, `FREE_GENERATION` when nobody does: it may not be written.
 
         Raises StaleHandle when there is no such block.
         """
@@ -119,6 +85,15 @@ class BlockPool:
             raise StaleHandle(f"block {block_id} is not one of the {self.num_blocks} blocks of this pool")
         with self._lock:
             return self._generations[block_id]
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what is in the blocks; returns of how many. Cached ones are free, held ones are not shared anew."""
+        with self._lock:
+            dropped = self._index.clear()
+            self._free.extend(self._cached)
+            self._cached.clear()
+            self._resets += 1
+            return dropped
 
     def add_free_listener(self, callback: Callable[[], None]) -> None:
         """Call `callback` each time after blocks were freed, outside the lock, on the thread that freed them.
@@ -129,24 +104,20 @@ class BlockPool:
             self._free_listeners = (*self._free_listeners, callback)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every block is free or owned by exactly one live table, under its generation."""
+        """Raise IntegrityError unless every block is in exactly one of the states above, and all books agree."""
         with self._lock:
-            holders: dict[int, str] = {}
-            expected: dict[int, int] = {}
-            for block_id in self._free:
-                _claim(holders, block_id, "the free list")
-                expected[block_id] = FREE_GENERATION
-            for table in self._tables:
-                for block_id in table._block_ids:
-                    _claim(holders, block_id, repr(table.owner))
-                    expected[block_id] = table.generation
-            if len(holders) != self.num_blocks:
-                raise IntegrityError(f"nobody holds blocks {sorted(set(range(self.num_blocks)) - holders.keys())}")
-            for block_id, generation in expected.items():
-                self._check_generation(block_id, generation)
+            self._index.check_integrity()
+            check_books(
+                free=self._free,
+                cached=self._cached,
+                tables=[(table.owner, table.generation, table._block_ids) for table in self._tables],
+                holders=self._holders,
+                generations=self._generations,
+                index=self._index,
+            )
 
     def owners(self) -> dict[str, int]:
-        """Blocks held by owner: what to print when blocks are missing at the end."""
+        """Blocks by who holds them, shared ones for each holder: what to print when blocks are missing at the end."""
         with self._lock:
             held: dict[str, int] = {}
             for table in self._tables:
@@ -155,26 +126,53 @@ class BlockPool:
 
     # --- for BlockTable --------------------------------------------------------------------------
 
-    def _grow(self, table: BlockTable, count: int, keep_free: int) -> None:
+    def _grow(self, table: BlockTable, count: int, keep_free: int, prefix: Sequence[BlockHash], multiple: int) -> int:
         with self._lock:
-            self._append(table, count, keep_free)
+            return self._append(table, count, keep_free, prefix, multiple)
+
+    def _exchange(self, table: BlockTable, start: int, prefix: Sequence[BlockHash], multiple: int) -> int:
+        with self._lock:
+            free_before = self._num_free
+            known = self._index.match(prefix[: max(0, len(table) - start)], multiple=multiple)
+            replaced = table._block_ids[start : start + len(known)]
+            if any(self._generations[block_id] != table.generation for block_id in replaced):
+                raise IntegrityError(f"{table.owner!r} does not own the blocks that it wants to exchange")
+            for block_id in known:
+                self._hold(block_id)
+            table._block_ids = (*table._block_ids[:start], *known, *table._block_ids[start + len(known) :])
+            for block_id in replaced:
+                self._let_go(block_id)
+            is_more_free = self._num_free > free_before
+        if is_more_free:
+            self._tell_listeners()
+        return len(known)
+
+    def _publish(self, table: BlockTable, start: int, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            if table._resets != self._resets:
+                return
+            for block_id, name in zip(table._block_ids[start:], hashes, strict=False):
+                if self._generations[block_id] == table.generation and self._index.add(name, block_id):
+                    self._generations[block_id] = FREE_GENERATION
 
     def _release(self, table: BlockTable) -> None:
         with self._lock:
-            freed = self._give_back(table)
-        if freed:
+            free_before = self._num_free
+            self._give_back(table)
+            is_more_free = self._num_free > free_before
+        if is_more_free:
             self._tell_listeners()
 
     def _take_over(self, table: BlockTable, victim: BlockTable, count: int) -> None:
         shortage: KvExhausted | None = None
         with self._lock:
-            free_before = len(self._free)
+            free_before = self._num_free
             self._give_back(victim)
             try:
-                self._append(table, count, 0)
+                self._append(table, count, 0, (), 1)
             except KvExhausted as error:
                 shortage = error
-            is_more_free = len(self._free) > free_before
+            is_more_free = self._num_free > free_before
         if is_more_free:
             self._tell_listeners()
         if shortage is not None:
@@ -186,43 +184,64 @@ class BlockPool:
 
     # --- with the lock held ----------------------------------------------------------------------
 
-    def _append(self, table: BlockTable, count: int, keep_free: int) -> None:
+    @property
+    def _num_free(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    def _append(self, table: BlockTable, count: int, keep_free: int, prefix: Sequence[BlockHash], multiple: int) -> int:
+        """How many of the new blocks are shared."""
         if table._released:
             raise IntegrityError(f"the table of {table.owner!r} was released and cannot grow")
-        block_ids = self._take(count, keep_free)
-        self._stamp(block_ids, table.generation)
-        table._block_ids = (*table._block_ids, *block_ids)
+        if count < 0 or keep_free < 0:
+            raise IntegrityError(f"cannot take {count} blocks and keep {keep_free}")
+        shared = self._index.match(prefix[:count], multiple=multiple)
+        # Blocks that others hold already cost nothing.
+        wanted = count - sum(self._holders[block_id] > 0 for block_id in shared)
+        if wanted + keep_free > self._num_free:
+            reserve = f" with {keep_free} kept free" if keep_free else ""
+            raise KvExhausted(f"{wanted} KV blocks wanted{reserve}, {self._num_free} of {self.num_blocks} are free")
+        for block_id in shared:  # before anything is evicted
+            self._hold(block_id)
+        owned = [self._take(table.generation) for _ in range(count - len(shared))]
+        if not table._block_ids:
+            table.num_shared = len(shared)
+        table._block_ids = (*table._block_ids, *shared, *owned)
+        return len(shared)
 
-    def _give_back(self, table: BlockTable) -> bool:
-        """Whether blocks became free."""
+    def _take(self, generation: int) -> int:
+        """A free block, now owned; there must be one."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            self._index.discard(block_id)
+        self._holders[block_id] = 1
+        self._generations[block_id] = generation
+        return block_id
+
+    def _hold(self, block_id: int) -> None:
+        """One table more holds a sealed block."""
+        self._holders[block_id] += 1
+        self._cached.pop(block_id, None)
+
+    def _let_go(self, block_id: int) -> None:
+        """One table less holds a block."""
+        self._holders[block_id] -= 1
+        if self._holders[block_id]:
+            return
+        self._generations[block_id] = FREE_GENERATION
+        if block_id in self._index:
+            self._cached[block_id] = None
+        else:
+            self._free.append(block_id)
+
+    def _give_back(self, table: BlockTable) -> None:
         if table._released:
-            return False
+            return
         block_ids = table._block_ids
         table._released = True
         table._block_ids = ()
         self._tables.remove(table)
-        self._stamp(block_ids, FREE_GENERATION)
-        self._free.extend(reversed(block_ids))
-        return bool(block_ids)
-
-    def _take(self, count: int, keep_free: int) -> tuple[int, ...]:
-        if count < 0 or keep_free < 0:
-            raise IntegrityError(f"cannot take {count} blocks and keep {keep_free}")
-        if count + keep_free > len(self._free):
-            reserve = f" with {keep_free} kept free" if keep_free else ""
-            raise KvExhausted(f"{count} KV blocks wanted{reserve}, {len(self._free)} of {self.num_blocks} are free")
-        return tuple(self._free.pop() for _ in range(count))
-
-    def _stamp(self, block_ids: tuple[int, ...], generation: int) -> None:
-        for block_id in block_ids:
-            self._generations[block_id] = generation
-
-    def _check_generation(self, block_id: int, expected: int) -> None:
-        if self._generations[block_id] != expected:
-            raise IntegrityError(f"block {block_id} has generation {self._generations[block_id]}, not {expected}")
-
-
-def _claim(holders: dict[int, str], block_id: int, holder: str) -> None:
-    if block_id in holders:
-        raise IntegrityError(f"block {block_id} is held by {holders[block_id]} and by {holder}")
-    holders[block_id] = holder
+        # From the end: of a beginning, its last block is the first to be evicted, and what remains can still be found.
+        for block_id in reversed(block_ids):
+            self._let_go(block_id)
