@@ -61,6 +61,7 @@ def test_grpc_and_protobuf_stay_at_the_door() -> None:
     [
         "router.__main__",
         "twinstage.client",
+        "twinstage.bench",
         "twinstage.cli.main",
         "twinstage.kv.block_pool",
         "twinstage.kv.layout",

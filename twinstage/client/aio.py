@@ -31,6 +31,8 @@ from twinstage.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
 )
 
 
@@ -101,6 +103,7 @@ class AsyncTwinstageClient:
         channel: Any = self._channel
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
+        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
 
@@ -142,6 +145,13 @@ class AsyncTwinstageClient:
         )
         with our_errors(self.address):
             return responses.embeddings(await self._embedding.Embed(request, timeout=timeout_s))
+
+    async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The token ids of a text, as a prompt would have them."""
+        request = tokenizer_pb2.TokenizeRequest(text=text, model=model, add_special_tokens=add_special_tokens)
+        with our_errors(self.address):
+            response = await self._tokenizer.Tokenize(request, timeout=ADMIN_TIMEOUT_S)
+        return tuple(response.token_ids)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that the router knows."""

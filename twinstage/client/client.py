@@ -32,6 +32,8 @@ from twinstage.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
 )
 
 ADMIN_TIMEOUT_S = 10.0
@@ -105,6 +107,7 @@ class TwinstageClient:
             self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._embedding = embedding_pb2_grpc.EmbeddingServiceStub(self._channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -146,6 +149,13 @@ class TwinstageClient:
         )
         with our_errors(self.address):
             return responses.embeddings(self._embedding.Embed(request, timeout=timeout_s))
+
+    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The token ids of a text, as a prompt would have them."""
+        request = tokenizer_pb2.TokenizeRequest(text=text, model=model, add_special_tokens=add_special_tokens)
+        with our_errors(self.address):
+            response = self._tokenizer.Tokenize(request, timeout=ADMIN_TIMEOUT_S)
+        return tuple(response.token_ids)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that the router knows."""

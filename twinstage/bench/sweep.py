@@ -1,0 +1,54 @@
+"""A sweep: the same load at several levels, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from twinstage.bench.options import LoadOptions
+from twinstage.bench.results import LoadResult
+from twinstage.bench.runner import OnProgress, run_load
+
+OnLevel = Callable[[LoadOptions, int, int], None]
+
+
+def levels(
+    options: LoadOptions, *, concurrencies: Sequence[int] = (), rates: Sequence[float] = ()
+) -> tuple[LoadOptions, ...]:
+    """The options of each level; the options themselves when no levels are given.
+
+    All levels have one prompt seed, so that the prefix that they share is the same; what else their prompts contain
+    differs by level, so that no level finds the last one's prompts in a prefix cache.
+    """
+    seed = random.SystemRandom().getrandbits(31) if options.prompt_seed is None else options.prompt_seed
+    options = replace(options, prompt_seed=seed)
+    closed = tuple(replace(options, concurrency=number, rate_per_s=None) for number in concurrencies)
+    opened = tuple(replace(options, concurrency=None, rate_per_s=rate) for rate in rates)
+    return closed + opened or (options,)
+
+
+async def run_sweep(
+    options: LoadOptions,
+    *,
+    concurrencies: Sequence[int] = (),
+    rates: Sequence[float] = (),
+    on_level: OnLevel | None = None,
+    on_progress: OnProgress | None = None,
+    stop: asyncio.Event | None = None,
+) -> list[LoadResult]:
+    """Run one level after the other. `on_level` is called with options, number and total before each.
+
+    When `stop` is set, the current level ends with what it has measured, and no other begins.
+    """
+    stop = stop or asyncio.Event()
+    results: list[LoadResult] = []
+    every = levels(options, concurrencies=concurrencies, rates=rates)
+    for number, level in enumerate(every, start=1):
+        if on_level is not None:
+            on_level(level, number, len(every))
+        results.append(await run_load(level, on_progress=on_progress, stop=stop, namespace=f"level {number}"))
+        if stop.is_set():
+            break
+    return results
