@@ -40,8 +40,9 @@ class Served:
     address: str
 
     def options(self, **values: Any) -> LoadOptions:
-        small = {"prompt_tokens": TokenRange(5, 9), "output_tokens": TokenRange(6, 6), "prompt_seed": 1}
-        return LoadOptions(**{"addresses": (self.address,), **small, **values})
+        small = {"prompt_tokens": TokenRange(5, 9), "output_tokens": TokenRange(6, 6)}
+        usual = {"prompt_seed": 1, "warmup_requests": 0}
+        return LoadOptions(**{"addresses": (self.address,), **small, **usual, **values})
 
 
 @contextlib.asynccontextmanager
@@ -252,6 +253,7 @@ def openai_options(server: FakeOpenAi, **values: Any) -> LoadOptions:
         "output_tokens": TokenRange(8, 8),
         "vocabulary_size": 1000,
         "prompt_seed": 1,
+        "warmup_requests": 0,
     }
     return LoadOptions(**{"addresses": (server.address,), **usual, **values})
 

@@ -78,7 +78,7 @@ class DurationHistogram:
         for bucket, count in self._buckets.items():
             index = math.ceil((self._middle_s(bucket) - low_s) / step_s) - 1
             counts[min(max(index, 0), number - 1)] += count
-        uppers_s = [low_s + step_s * (index + 1) for index in range(number - 1)] + [self._max_s]
+        uppers_s = [min(low_s + step_s * index, self._max_s) for index in range(1, number)] + [self._max_s]
         return tuple(Bar(upper_s=upper_s, count=count) for upper_s, count in zip(uppers_s, counts, strict=True))
 
     def _percentiles(self, percents: tuple[float, ...]) -> list[float]:

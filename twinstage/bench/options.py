@@ -89,7 +89,8 @@ class LoadOptions:
 
     Closed loop: `concurrency` requests are kept in progress. Open loop: requests arrive at `rate_per_s`, or when
     `trace` says so, whether or not earlier ones are answered; `max_in_flight` holds back what comes above it, and the
-    wait counts. With neither `requests` nor `duration_s` a number that suits the mode is sent.
+    wait counts. With neither `requests` nor `duration_s` a number that suits the mode is sent. `warmup_requests` come
+    before and are not measured; by default as many as a closed loop keeps in progress, or one.
 
     `seed` decides arrival times, lengths and sampling, `prompt_seed` what prompts contain: by default it is drawn
     anew, so that a repeated run does not find its prompts in the server's prefix cache. `vocabulary_size` and
@@ -105,7 +106,7 @@ class LoadOptions:
     max_in_flight: int | None = None
     requests: int | None = None
     duration_s: float | None = None
-    warmup_requests: int = 0
+    warmup_requests: int | None = None
     prompt_tokens: TokenRange = TokenRange(128, 128)
     output_tokens: TokenRange = TokenRange(128, 128)
     shared_prefix_tokens: int = 0
@@ -159,7 +160,7 @@ def _problems(options: LoadOptions) -> list[str]:
         (options.max_in_flight is not None and options.max_in_flight < 1, "--max-in-flight: must be at least 1"),
         (options.requests is not None and options.requests < 1, "--requests: must be at least 1"),
         (options.duration_s is not None and not _is_positive(options.duration_s), "--duration: must be above 0"),
-        (options.warmup_requests < 0, "--warmup: must not be negative"),
+        ((options.warmup_requests or 0) < 0, "--warmup: must not be negative"),
         (options.shared_prefix_tokens < 0, "--shared-prefix-tokens: must not be negative"),
         (
             options.trace is not None and options.shared_prefix_tokens > 0,

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from twinstage.bench.measure import Books
 from twinstage.bench.monitor import GeneratorMonitor
@@ -26,10 +27,11 @@ from twinstage.bench.summary import Snapshot, snapshot, summarize
 from twinstage.bench.target import LoadRequest, ServedModel, Target
 from twinstage.bench.trace import TraceEntry, read_trace
 from twinstage.bench.twinstage_target import TwinstageTarget
-from twinstage.errors import ConfigError
+from twinstage.errors import Cancelled, ConfigError
 
 PROGRESS_S = 0.5
 OnProgress = Callable[[Snapshot], None]
+ResultT = TypeVar("ResultT")
 
 _TARGETS: dict[Protocol, Callable[[str], Target]] = {
     Protocol.TWINSTAGE: TwinstageTarget,
@@ -48,7 +50,8 @@ async def run_load(
 
     `on_progress` is called twice a second; it must be quick. When `stop` is set, nothing more is sent, what is in
     progress is cancelled, and the result covers what was measured so far. Raises ConfigError for what the options
-    cannot mean at this server, Unavailable and other TwinstageErrors when it cannot be reached.
+    cannot mean at this server, Unavailable and other TwinstageErrors when it cannot be reached, and Cancelled when
+    `stop` is set before anything was sent.
     """
     trace = read_trace(options.trace.path, limit=options.requests) if options.trace is not None else None
     stop = stop or asyncio.Event()
@@ -58,7 +61,7 @@ async def run_load(
             target = _TARGETS[options.protocol](address)
             stack.push_async_callback(target.close)
             targets.append(target)
-        run = await _prepare(options, targets, trace=trace)
+        run = await _unless(stop, _prepare(options, targets, trace=trace))
         await _warm_up(run, stop, namespace=f"{namespace}/warm-up")
         return await _measure(run, stop, namespace=namespace, on_progress=on_progress)
 
@@ -88,6 +91,20 @@ class _Run:
         )
 
 
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of `work`. Raises Cancelled when `stop` is set first."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("interrupted before anything was measured")
+        return working.result()
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
 async def _prepare(options: LoadOptions, targets: Sequence[Target], *, trace: Sequence[TraceEntry] | None) -> _Run:
     """Ask every server for the model, and find out how prompts are made."""
     models = [await target.model(options.model) for target in targets]
@@ -112,10 +129,12 @@ async def _prepare(options: LoadOptions, targets: Sequence[Target], *, trace: Se
 
 async def _warm_up(run: _Run, stop: asyncio.Event, *, namespace: str) -> None:
     """Send the warm-up requests in a closed loop; what is measured of them is dropped."""
+    concurrency = run.options.concurrency or run.options.max_in_flight or 1
     number = run.options.warmup_requests
+    if number is None:
+        number = run.options.concurrency or 1
     if not number:
         return
-    concurrency = run.options.concurrency or run.options.max_in_flight or 1
     options = replace(
         run.options, concurrency=concurrency, rate_per_s=None, max_in_flight=None, requests=number, duration_s=None
     )

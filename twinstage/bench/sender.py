@@ -41,6 +41,8 @@ class Sender:
 
     async def run(self, planned: Iterator[PlannedRequest], stop: asyncio.Event) -> None:
         """Until everything is answered, or `stop` is set. Raises what is no failure of a request but a bug."""
+        if stop.is_set():
+            return
         working = asyncio.create_task(self._send_all(planned), name="load")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:

@@ -12,6 +12,7 @@ from twinstage.bench.results import LoadResult
 from twinstage.bench.runner import OnProgress, run_load
 
 OnLevel = Callable[[LoadOptions, int, int], None]
+OnResult = Callable[[LoadResult], None]
 
 
 def levels(
@@ -35,12 +36,14 @@ async def run_sweep(
     concurrencies: Sequence[int] = (),
     rates: Sequence[float] = (),
     on_level: OnLevel | None = None,
+    on_result: OnResult | None = None,
     on_progress: OnProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[LoadResult]:
     """Run one level after the other. `on_level` is called with options, number and total before each.
 
-    When `stop` is set, the current level ends with what it has measured, and no other begins.
+    When `stop` is set, the current level ends with what it has measured, and no other begins. Raises what `run_load`
+    raises, at any level; `on_result` has then had the results of those before.
     """
     stop = stop or asyncio.Event()
     results: list[LoadResult] = []
@@ -49,6 +52,8 @@ async def run_sweep(
         if on_level is not None:
             on_level(level, number, len(every))
         results.append(await run_load(level, on_progress=on_progress, stop=stop, namespace=f"level {number}"))
+        if on_result is not None:
+            on_result(results[-1])
         if stop.is_set():
             break
     return results

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from twinstage.cli.bench import bench
 from twinstage.errors import ConfigError, ModelError, TwinstageError
 
 if TYPE_CHECKING:
@@ -181,6 +182,9 @@ def models(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     from twinstage.cli import ask
 
     ask.models(address, as_json=as_json)
+
+
+app.command()(bench)
 
 
 @app.command()

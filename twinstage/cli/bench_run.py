@@ -1,0 +1,144 @@
+"""What `twinstage bench` does: run, show, write files, and tell by its exit code how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinstage.bench.compare import Ratio, compare
+from twinstage.bench.document import document, read_document
+from twinstage.bench.html_report import html_report
+from twinstage.bench.options import LoadOptions
+from twinstage.bench.results import LoadResult
+from twinstage.bench.sweep import run_sweep
+from twinstage.cli.bench_display import Progress, print_ratios, print_results
+from twinstage.cli.output import console_for_errors, console_for_tables
+from twinstage.errors import Cancelled, ConfigError, TwinstageError
+
+INTERRUPTED = 128 + signal.SIGINT
+_STANDARD_OUTPUT = Path("-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where results go besides the terminal, and what they are compared with."""
+
+    json_file: Path | None
+    html_file: Path | None
+    compare_file: Path | None
+    quiet: bool
+
+
+def run(
+    options: LoadOptions,
+    *,
+    outputs: Outputs,
+    concurrencies: Sequence[int],
+    rates: Sequence[float],
+    fail_on_error: bool,
+) -> int:
+    """Run the load and return the exit code. Raises TwinstageError, after what was measured before is shown."""
+    _check_outputs(outputs)
+    other = read_document(outputs.compare_file) if outputs.compare_file is not None else None
+    results: list[LoadResult] = []
+    problem: TwinstageError | None = None
+    try:
+        asyncio.run(_load(options, results, concurrencies=concurrencies, rates=rates, quiet=outputs.quiet))
+    except TwinstageError as error:
+        problem = error
+    if results:
+        found = document(options, results)
+        ratios: list[Ratio] = []
+        try:
+            ratios = compare(found, other) if other is not None else []
+        except ConfigError as error:
+            problem = problem or error
+        _print(results, ratios, to_errors=outputs.json_file == _STANDARD_OUTPUT)
+        _write(found, results, ratios, outputs)
+    if problem is not None and not isinstance(problem, Cancelled):
+        raise problem
+    return INTERRUPTED if problem is not None else _exit_code(results, fail_on_error=fail_on_error)
+
+
+async def _load(
+    options: LoadOptions,
+    results: list[LoadResult],
+    *,
+    concurrencies: Sequence[int],
+    rates: Sequence[float],
+    quiet: bool,
+) -> None:
+    """Add to `results` as levels end, so that an error at a later one does not take the earlier ones away."""
+    stop = asyncio.Event()
+    with _stopped_by_signals(stop), Progress(quiet=quiet) as progress:
+        await run_sweep(
+            options,
+            concurrencies=concurrencies,
+            rates=rates,
+            on_level=progress.begin,
+            on_result=results.append,
+            on_progress=progress.show,
+            stop=stop,
+        )
+
+
+@contextmanager
+def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends the run in order, with its results; another one ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def act(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, act, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _check_outputs(outputs: Outputs) -> None:
+    """Before anything is measured: a result that cannot be written would be lost."""
+    for flag, path in (("--json", outputs.json_file), ("--html", outputs.html_file)):
+        if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
+            continue
+        folder = path.parent
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{flag}: cannot write {path}; name a file in a folder that exists and may be written")
+
+
+def _print(results: Sequence[LoadResult], ratios: Sequence[Ratio], *, to_errors: bool) -> None:
+    console = console_for_errors() if to_errors else console_for_tables()
+    print_results(console, results)
+    if ratios:
+        print_ratios(console, ratios)
+
+
+def _write(found: dict[str, Any], results: Sequence[LoadResult], ratios: Sequence[Ratio], outputs: Outputs) -> None:
+    if outputs.json_file == _STANDARD_OUTPUT:
+        json.dump(found, sys.stdout, ensure_ascii=False)
+        print()
+    elif outputs.json_file is not None:
+        outputs.json_file.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if outputs.html_file is not None:
+        outputs.html_file.write_text(html_report(found, results, ratios), encoding="utf-8")
+
+
+def _exit_code(results: Sequence[LoadResult], *, fail_on_error: bool) -> int:
+    if any(result.interrupted for result in results):
+        return INTERRUPTED
+    failed = sum(result.requests.failed for result in results)
+    succeeded = sum(result.requests.succeeded for result in results)
+    return int(bool(failed) and (fail_on_error or not succeeded))
