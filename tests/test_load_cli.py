@@ -16,6 +16,7 @@ import pytest
 from fake_public_api import FakeApi, serving
 from harness import ROOT, ProcessCluster, wait_until
 from twinstage.cli.main import main
+from twinstage.client import Options, Stopping, TwinstageClient
 from twinstage.errors import KvExhausted
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -71,6 +72,14 @@ def test_closed_loop_on_real_workers(tiny_cluster: ProcessCluster, tmp_path: Pat
     assert run["kv_bytes"] > 0
     assert "<svg" in html_file.read_text()
     tiny_cluster.wait_idle()
+
+
+def test_the_sdk_tokenizes_as_prompts_are_tokenized(tiny_cluster: ProcessCluster) -> None:
+    text = "The quick brown fox"
+    with TwinstageClient(tiny_cluster.address) as client:
+        token_ids = client.tokenize(text)
+        generation = client.generate(text, Options(stopping=Stopping(max_tokens=1)))
+    assert generation.summary.usage.prompt_tokens == len(token_ids) > 1
 
 
 def test_sweep_compared_with_a_sweep(tiny_cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from twinstage.bench.options import Arrivals, LoadOptions, TokenRange, TraceOpti
 from twinstage.bench.plan import PlannedRequest, arrival_offsets, fit, number_of_requests, plan
 from twinstage.bench.prompts import IdPrompts, TextPrompts, find_text_prompts, usable_ids
 from twinstage.bench.trace import TraceEntry, read_trace
+from twinstage.client.options import Sampling
 from twinstage.errors import ConfigError
 
 ADDRESSES = ("localhost:1",)
@@ -56,7 +58,11 @@ def test_lengths_cover_their_range_and_follow_the_seed() -> None:
     assert {request.output_tokens for request in requests} == {7, 8}
     assert {request.offset_s for request in requests} == {None}
     assert requests == planned(options, 1000)
-    assert len({request.sampling.seed for request in requests}) == 400
+    assert {request.sampling.seed for request in requests} == {None}  # greedy: there is nothing to draw
+    drawing = planned(replace(options, sampling=Sampling(temperature=0.5)), 400)
+    assert len({request.sampling.seed for request in drawing}) == 400
+    fixed = planned(replace(options, sampling=Sampling(temperature=0.5, seed=7)), 400)
+    assert {request.sampling.seed for request in fixed} == {7}
 
 
 def test_a_shared_prefix_is_a_part_of_the_prompt() -> None:

@@ -15,6 +15,7 @@ from twinstage.bench.options import Arrivals, LoadOptions
 from twinstage.bench.trace import BLOCK_TOKENS, TraceEntry
 from twinstage.client.options import Sampling
 from twinstage.errors import ConfigError
+from twinstage.types import GREEDY_TEMPERATURE
 
 _LEAST_REQUESTS = 20
 _DEFAULT_ROUNDS = 4  # of a closed loop
@@ -139,8 +140,9 @@ def _blocks(entry: TraceEntry, prompt_tokens: int, *, scale: float) -> tuple[Seg
 
 
 def _sampling(options: LoadOptions, index: int) -> Sampling:
-    """Every request has a seed of its own, derived from the run's."""
-    if options.sampling.seed is not None:
+    """Every request has a seed of its own, derived from the run's; none where nothing is drawn."""
+    temperature = options.sampling.temperature
+    if options.sampling.seed is not None or (temperature is not None and temperature < GREEDY_TEMPERATURE):
         return options.sampling
     return replace(options.sampling, seed=random.Random(f"sampling/{options.seed}/{index}").getrandbits(31))
 
