@@ -32,6 +32,12 @@ class Target:
         """Rows of the largest register tile: accumulators, two weights and a broadcast fill the register file."""
         return 12 if self.lanes == 16 else 6
 
+    @property
+    def integer_dot(self) -> bool:
+        """Whether one instruction multiplies and adds bytes to 32-bit integers (AVX-512 VNNI, AVX-VNNI)."""
+        listed = self.features.split(",")
+        return "+avx512vnni" in listed or "+avxvnni" in listed or self.cpu.startswith(_WITH_INTEGER_DOT)
+
 
 @cache
 def target() -> Target:
@@ -55,5 +61,8 @@ def missing_features() -> str:
     return " and ".join(name.upper() for name in lacking)
 
 
+_WITH_INTEGER_DOT = ("cascadelake", "icelake", "sapphirerapids", "znver4", "znver5")
+
+
 def _has_avx512(cpu: str) -> bool:
-    return cpu.startswith(("skylake-avx512", "cascadelake", "icelake", "sapphirerapids", "znver4", "znver5"))
+    return cpu.startswith(("skylake-avx512", *_WITH_INTEGER_DOT))
