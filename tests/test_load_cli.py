@@ -148,12 +148,21 @@ class RefusingApi(FakeApi):
     ("served", "flags", "code"), [(0, (), 1), (1, (), 0), (1, ("--fail-on-error",), 1), (3, ("--fail-on-error",), 0)]
 )
 def test_the_exit_code_tells_of_failures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: int, flags: tuple[str, ...], code: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    served: int,
+    flags: tuple[str, ...],
+    code: int,
 ) -> None:
     with serving(RefusingApi()) as api:
         api.served = served
         load = ("--concurrency", "1", "--requests", "3", "--warmup", "0", "--prompt-tokens", "7", "--quiet", *flags)
-        assert run(monkeypatch, "bench", "--address", api.address, *load) == code
+        records = tmp_path / "records.jsonl"
+        assert run(monkeypatch, "bench", "--address", api.address, *load, "--records", str(records)) == code
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [line["outcome"] for line in lines] == ["succeeded"] * served + ["failed"] * (3 - served)
+    assert {line["load"] for line in lines} == {"concurrency 1"}
     output = capsys.readouterr()
     assert f"3 sent, {served} succeeded, {3 - served} failed" in output.out
     assert (f"{3 - served} x RESOURCE_EXHAUSTED KV_EXHAUSTED: no blocks left" in output.out) is (served < 3)

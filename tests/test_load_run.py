@@ -22,6 +22,7 @@ from twinstage.bench import (
     LoadResult,
     PromptForm,
     Protocol,
+    RequestRecord,
     Slo,
     TokenRange,
     TraceOptions,
@@ -29,6 +30,7 @@ from twinstage.bench import (
     run_sweep,
 )
 from twinstage.bench.http_stream import Endpoint
+from twinstage.bench.results import Outcome
 from twinstage.bench.summary import Snapshot
 from twinstage.errors import ConfigError, InternalError, Unavailable
 from twinstage.settings import read_settings
@@ -75,9 +77,14 @@ def assert_balanced(result: LoadResult) -> None:
 async def test_a_closed_loop_keeps_its_concurrency_and_counts_every_token() -> None:
     async with routed() as served:
         options = served.options(concurrency=3, requests=12, warmup_requests=4, slo=Slo(ttft_s=30), seed=5)
-        result = await run_load(options)
+        records: list[RequestRecord] = []
+        result = await run_load(options, on_request=records.append)
         specs = served.cluster.prefill[0].specs
     assert_balanced(result)
+    assert len(records) == 12  # the warm-up has none
+    assert sum(record.prompt_tokens for record in records) == result.tokens.prompt
+    assert all(record.outcome is Outcome.SUCCEEDED and record.output_tokens == 6 for record in records)
+    assert all(0 <= record.sent_s <= (record.ttft_s or 0) <= record.e2e_s for record in records)
     assert (result.requests.succeeded, result.requests.wrong_length) == (12, 0)
     assert result.model == "fake"
     assert result.tokens.output == 12 * 6
@@ -164,8 +171,11 @@ async def test_texts_arrive_with_the_planned_number_of_tokens() -> None:
 async def test_failures_are_counted_by_code_and_reason() -> None:
     async with routed() as served:
         served.cluster.decode[0].script.fail("reserve", InternalError("no room here"), times=2)
-        result = await run_load(served.options(concurrency=1, requests=3))
+        records: list[RequestRecord] = []
+        result = await run_load(served.options(concurrency=1, requests=3), on_request=records.append)
         assert_balanced(result)
+        assert [record.outcome for record in records] == [Outcome.FAILED, Outcome.FAILED, Outcome.SUCCEEDED]
+        assert [record.error for record in records] == ["INTERNAL INTERNAL", "INTERNAL INTERNAL", ""]
         assert (result.requests.succeeded, result.requests.failed) == (1, 2)
         (error,) = result.errors
         assert (error.code, error.reason, error.count) == ("INTERNAL", "INTERNAL", 2)

@@ -11,7 +11,7 @@ Needs neither torch nor Transformers.
 from __future__ import annotations
 
 from twinstage.bench.options import Arrivals, LoadOptions, PromptForm, Protocol, Slo, TokenRange, TraceOptions
-from twinstage.bench.results import Distribution, LoadResult
+from twinstage.bench.results import Distribution, LoadResult, RequestRecord
 from twinstage.bench.runner import run_load
 from twinstage.bench.sweep import run_sweep
 
@@ -22,6 +22,7 @@ __all__ = [
     "LoadResult",
     "PromptForm",
     "Protocol",
+    "RequestRecord",
     "Slo",
     "TokenRange",
     "TraceOptions",

@@ -29,8 +29,8 @@ def document(options: LoadOptions, results: Sequence[LoadResult]) -> dict[str, A
             "platform": platform.platform(),
             "python": platform.python_version(),
         },
-        "options": _plain(dataclasses.asdict(options)),
-        "runs": [_plain(dataclasses.asdict(result)) for result in results],
+        "options": plain(dataclasses.asdict(options)),
+        "runs": [plain(dataclasses.asdict(result)) for result in results],
     }
 
 
@@ -45,14 +45,14 @@ def read_document(path: Path) -> dict[str, Any]:
     return value
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as JSON types: enumerations as their values, paths as text."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return value

@@ -129,9 +129,7 @@ async def http_request(
         await writer.drain()
         yield await _head(reader)
     finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        writer.transport.abort()  # nothing is left to be said, and a polite end of TLS may take seconds
 
 
 async def _head(reader: asyncio.StreamReader) -> Response:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from twinstage.bench.histogram import DurationHistogram
 from twinstage.bench.options import Slo
-from twinstage.bench.results import Distribution, ErrorCount
+from twinstage.bench.results import Distribution, ErrorCount, Outcome, RequestRecord
 from twinstage.bench.target import Answer, RequestFailed
 from twinstage.bench.timeline import Timeline
 
 Clock = Callable[[], float]
+OnRequest = Callable[[RequestRecord], None]
 
 _MAX_ERROR_KINDS = 50  # beyond these, failures are counted together
 
@@ -39,12 +40,13 @@ class Totals:
 class Track:
     """One request in progress. The driver calls `tokens` for each message as it arrives."""
 
-    __slots__ = ("_books", "_last_s", "first_s", "output_tokens", "prompt_tokens", "scheduled_s")
+    __slots__ = ("_books", "_last_s", "first_s", "output_tokens", "prompt_tokens", "scheduled_s", "sent_s")
 
-    def __init__(self, books: Books, *, scheduled_s: float, prompt_tokens: int) -> None:
+    def __init__(self, books: Books, *, scheduled_s: float, sent_s: float, prompt_tokens: int) -> None:
         self._books = books
         self._last_s = 0.0
         self.scheduled_s = scheduled_s
+        self.sent_s = sent_s
         self.prompt_tokens = prompt_tokens  # what was meant to be sent
         self.first_s: float | None = None
         self.output_tokens = 0
@@ -69,6 +71,11 @@ class Track:
         self._books.totals.messages += 1
 
     @property
+    def ttft_s(self) -> float | None:
+        """Time to first token; None before it."""
+        return None if self.first_s is None else self.first_s - self.scheduled_s
+
+    @property
     def mean_gap_s(self) -> float | None:
         """Mean time per output token after the first; None with fewer than two."""
         if self.first_s is None or self.output_tokens < 2:
@@ -78,11 +85,12 @@ class Track:
 
 @dataclass(slots=True)
 class Books:
-    """Everything that is counted. `clock` gives monotonic seconds."""
+    """Everything that is counted. `clock` gives monotonic seconds; `on_request` gets each request as it ends."""
 
     clock: Clock
     slo: Slo
     start_s: float
+    on_request: OnRequest | None = None
     timeline: Timeline = field(init=False)
     totals: Totals = field(default_factory=Totals)
     in_flight: int = 0
@@ -109,7 +117,7 @@ class Books:
         self.in_flight += 1
         self.start_delay.add(max(0.0, now_s - scheduled_s))
         self.timeline.set_in_flight(self.in_flight, now_s)
-        return Track(self, scheduled_s=scheduled_s, prompt_tokens=prompt_tokens)
+        return Track(self, scheduled_s=scheduled_s, sent_s=now_s, prompt_tokens=prompt_tokens)
 
     def succeed(self, track: Track, answer: Answer) -> None:
         """The answer is complete."""
@@ -125,6 +133,7 @@ class Books:
         if self._is_good(track, mean_gap_s, e2e_s):
             self.totals.good += 1
         self._take(answer, track)
+        self._record(track, Outcome.SUCCEEDED, now_s=now_s, answer=answer)
 
     def fail(self, track: Track, error: RequestFailed) -> None:
         """The request failed."""
@@ -136,11 +145,13 @@ class Books:
             key = ("OTHER", "")
         count, example = self._errors.get(key, (0, str(error)))
         self._errors[key] = (count + 1, example)
+        self._record(track, Outcome.FAILED, now_s=now_s, error=" ".join(filter(None, (error.code, error.reason))))
 
     def cancel(self, track: Track) -> None:
         """The run ended before the request did."""
-        self._end()
+        now_s = self._end()
         self.totals.cancelled += 1
+        self._record(track, Outcome.CANCELLED, now_s=now_s)
 
     def end_sending(self) -> None:
         """Nothing more will be sent; what is in progress goes on."""
@@ -175,7 +186,7 @@ class Books:
             track.output_tokens = answer.output_tokens
 
     def _is_good(self, track: Track, mean_gap_s: float | None, e2e_s: float) -> bool:
-        ttft_s = math.inf if track.first_s is None else track.first_s - track.scheduled_s
+        ttft_s = math.inf if track.ttft_s is None else track.ttft_s
         measured = ((self.slo.ttft_s, ttft_s), (self.slo.itl_s, mean_gap_s), (self.slo.e2e_s, e2e_s))
         return all(limit is None or value is None or value <= limit for limit, value in measured)
 
@@ -188,3 +199,23 @@ class Books:
         totals.wrong_length += answer.prompt_tokens not in (None, track.prompt_tokens)
         for name, seconds in answer.phases_s.items():
             self._server.setdefault(name, DurationHistogram()).add(seconds)
+
+    def _record(
+        self, track: Track, outcome: Outcome, *, now_s: float, answer: Answer | None = None, error: str = ""
+    ) -> None:
+        if self.on_request is None:
+            return
+        counted = None if answer is None else answer.prompt_tokens
+        record = RequestRecord(
+            offset_s=track.scheduled_s - self.start_s,
+            sent_s=track.sent_s - track.scheduled_s,
+            ttft_s=track.ttft_s,
+            mean_gap_s=track.mean_gap_s,
+            e2e_s=now_s - track.scheduled_s,
+            prompt_tokens=track.prompt_tokens if counted is None else counted,
+            output_tokens=track.output_tokens,
+            cached_prompt_tokens=0 if answer is None else answer.cached_prompt_tokens,
+            outcome=outcome,
+            error=error,
+        )
+        self.on_request(record)

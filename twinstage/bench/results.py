@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 
@@ -95,6 +96,32 @@ class GeneratorHealth:
     cpu_share: float
     loop_lag: Distribution | None
     start_delay: Distribution | None
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. `offset_s` is when it was due, from the start of the run; `sent_s`, `ttft_s` and `e2e_s` count from
+    then. Of a request that did not succeed, `prompt_tokens` is what was meant to be sent.
+    """
+
+    offset_s: float
+    sent_s: float
+    ttft_s: float | None
+    mean_gap_s: float | None
+    e2e_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_prompt_tokens: int
+    outcome: Outcome
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

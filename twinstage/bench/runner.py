@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from twinstage.bench.measure import Books
+from twinstage.bench.measure import Books, OnRequest
 from twinstage.bench.monitor import GeneratorMonitor
 from twinstage.bench.openai_target import OpenAiTarget
 from twinstage.bench.options import LoadOptions, PromptForm, Protocol
@@ -43,15 +43,16 @@ async def run_load(
     options: LoadOptions,
     *,
     on_progress: OnProgress | None = None,
+    on_request: OnRequest | None = None,
     stop: asyncio.Event | None = None,
     namespace: str = "run",
 ) -> LoadResult:
     """Do one load run.
 
-    `on_progress` is called twice a second; it must be quick. When `stop` is set, nothing more is sent, what is in
-    progress is cancelled, and the result covers what was measured so far. Raises ConfigError for what the options
-    cannot mean at this server, Unavailable and other TwinstageErrors when it cannot be reached, and Cancelled when
-    `stop` is set before anything was sent.
+    `on_progress` is called twice a second, `on_request` when a request ends; they must be quick. When `stop` is set,
+    nothing more is sent, what is in progress is cancelled, and the result covers what was measured so far. Raises
+    ConfigError for what the options cannot mean at this server, Unavailable and other TwinstageErrors when it cannot be
+    reached, and Cancelled when `stop` is set before anything was sent.
     """
     trace = read_trace(options.trace.path, limit=options.requests) if options.trace is not None else None
     stop = stop or asyncio.Event()
@@ -63,7 +64,7 @@ async def run_load(
             targets.append(target)
         run = await _unless(stop, _prepare(options, targets, trace=trace))
         await _warm_up(run, stop, namespace=f"{namespace}/warm-up")
-        return await _measure(run, stop, namespace=namespace, on_progress=on_progress)
+        return await _measure(run, stop, namespace=namespace, on_progress=on_progress, on_request=on_request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +150,18 @@ def _apart(planned: PlannedRequest, namespace: str, index: int) -> tuple[Segment
     return (Segment(f"{namespace}/{index}", planned.prompt_tokens),)
 
 
-async def _measure(run: _Run, stop: asyncio.Event, *, namespace: str, on_progress: OnProgress | None) -> LoadResult:
+async def _measure(
+    run: _Run,
+    stop: asyncio.Event,
+    *,
+    namespace: str,
+    on_progress: OnProgress | None,
+    on_request: OnRequest | None,
+) -> LoadResult:
     planned = run.plan(run.options, namespace)
     started_at = time.time()
     async with GeneratorMonitor() as monitor:
-        books = Books(clock=time.monotonic, slo=run.options.slo, start_s=time.monotonic())
+        books = Books(clock=time.monotonic, slo=run.options.slo, start_s=time.monotonic(), on_request=on_request)
         sender = Sender(run.options, run.targets, books=books, make_request=run.request)
         async with _reporting(books, on_progress):
             await sender.run(planned, stop)

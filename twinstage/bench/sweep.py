@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from twinstage.bench.measure import OnRequest
 from twinstage.bench.options import LoadOptions
 from twinstage.bench.results import LoadResult
 from twinstage.bench.runner import OnProgress, run_load
@@ -38,6 +39,7 @@ async def run_sweep(
     on_level: OnLevel | None = None,
     on_result: OnResult | None = None,
     on_progress: OnProgress | None = None,
+    on_request: OnRequest | None = None,
     stop: asyncio.Event | None = None,
 ) -> list[LoadResult]:
     """Run one level after the other. `on_level` is called with options, number and total before each.
@@ -51,9 +53,12 @@ async def run_sweep(
     for number, level in enumerate(every, start=1):
         if on_level is not None:
             on_level(level, number, len(every))
-        results.append(await run_load(level, on_progress=on_progress, stop=stop, namespace=f"level {number}"))
+        result = await run_load(
+            level, on_progress=on_progress, on_request=on_request, stop=stop, namespace=f"level {number}"
+        )
+        results.append(result)
         if on_result is not None:
-            on_result(results[-1])
+            on_result(result)
         if stop.is_set():
             break
     return results

@@ -90,6 +90,9 @@ def bench(
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a report with charts: one file, no links.")
     ] = None,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JSON line for each request as it ends.")
+    ] = None,
     compare: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON of an earlier run to compare with.")
     ] = None,
@@ -135,7 +138,9 @@ def bench(
         prompt_seed=prompt_seed,
         slo=Slo(ttft_s=_seconds(slo_ttft_ms), itl_s=_seconds(slo_itl_ms), e2e_s=_seconds(slo_e2e_ms)),
     )
-    outputs = bench_run.Outputs(json_file=json_file, html_file=html_file, compare_file=compare, quiet=quiet)
+    outputs = bench_run.Outputs(
+        json_file=json_file, html_file=html_file, records_file=records, compare_file=compare, quiet=quiet
+    )
     code = bench_run.run(
         options, outputs=outputs, concurrencies=concurrencies, rates=rates, fail_on_error=fail_on_error
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -11,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from twinstage.bench.compare import Ratio, compare
-from twinstage.bench.document import document, read_document
+from twinstage.bench.document import document, plain, read_document
 from twinstage.bench.html_report import html_report
 from twinstage.bench.options import LoadOptions
-from twinstage.bench.results import LoadResult
+from twinstage.bench.results import LoadResult, RequestRecord
 from twinstage.bench.sweep import run_sweep
 from twinstage.cli.bench_display import Progress, print_ratios, print_results
 from twinstage.cli.output import console_for_errors, console_for_tables
@@ -33,8 +35,32 @@ class Outputs:
 
     json_file: Path | None
     html_file: Path | None
+    records_file: Path | None
     compare_file: Path | None
     quiet: bool
+
+
+class Records:
+    """Writes a JSON line for each request as it ends. Raises ConfigError when the file cannot be written."""
+
+    def __init__(self, path: Path | None) -> None:
+        try:
+            self._file = open(path or os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed with the scope
+        except OSError as error:
+            raise ConfigError(f"--records: cannot write {path}: {error.strerror}") from error
+        self.label = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, record: RequestRecord) -> None:
+        json.dump({"load": self.label, **plain(dataclasses.asdict(record))}, self._file)
+        self._file.write("\n")
 
 
 def run(
@@ -51,7 +77,8 @@ def run(
     results: list[LoadResult] = []
     problem: TwinstageError | None = None
     try:
-        asyncio.run(_load(options, results, concurrencies=concurrencies, rates=rates, quiet=outputs.quiet))
+        with Records(outputs.records_file) as records:
+            asyncio.run(_load(options, results, outputs=outputs, records=records, levels=(concurrencies, rates)))
     except TwinstageError as error:
         problem = error
     if results:
@@ -72,20 +99,27 @@ async def _load(
     options: LoadOptions,
     results: list[LoadResult],
     *,
-    concurrencies: Sequence[int],
-    rates: Sequence[float],
-    quiet: bool,
+    outputs: Outputs,
+    records: Records,
+    levels: tuple[Sequence[int], Sequence[float]],
 ) -> None:
     """Add to `results` as levels end, so that an error at a later one does not take the earlier ones away."""
     stop = asyncio.Event()
-    with _stopped_by_signals(stop), Progress(quiet=quiet) as progress:
+    concurrencies, rates = levels
+    with _stopped_by_signals(stop), Progress(quiet=outputs.quiet) as progress:
+
+        def begin(level: LoadOptions, number: int, total: int) -> None:
+            progress.begin(level, number, total)
+            records.label = level.label
+
         await run_sweep(
             options,
             concurrencies=concurrencies,
             rates=rates,
-            on_level=progress.begin,
+            on_level=begin,
             on_result=results.append,
             on_progress=progress.show,
+            on_request=records.add if outputs.records_file is not None else None,
             stop=stop,
         )
 
@@ -109,9 +143,13 @@ def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _files(outputs: Outputs) -> tuple[tuple[str, Path | None], ...]:
+    return (("--json", outputs.json_file), ("--html", outputs.html_file), ("--records", outputs.records_file))
+
+
 def _check_outputs(outputs: Outputs) -> None:
     """Before anything is measured: a result that cannot be written would be lost."""
-    for flag, path in (("--json", outputs.json_file), ("--html", outputs.html_file)):
+    for flag, path in _files(outputs):
         if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
             continue
         folder = path.parent
