@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 import xxhash
+from numpy.typing import NDArray
 
 from twinstage.engine.core import EngineConfig, EngineCore, StepOutput
 from twinstage.engine.plan import StepPlan
@@ -21,10 +21,10 @@ VOCAB = 24
 BLOCK_SIZE = 4
 
 
-def prefix_logits(token_ids: Iterable[int]) -> torch.Tensor:
+def prefix_logits(token_ids: Iterable[int]) -> NDArray[np.float32]:
     """`[VOCAB]`, float32."""
     seed = xxhash.xxh3_64_intdigest(np.asarray(list(token_ids), dtype=np.int64).tobytes())
-    return torch.from_numpy(np.random.default_rng(seed).normal(scale=2.0, size=VOCAB).astype(np.float32))
+    return np.random.default_rng(seed).normal(scale=2.0, size=VOCAB).astype(np.float32)
 
 
 class FakeRunner:
@@ -35,7 +35,7 @@ class FakeRunner:
         self.plans: list[list[tuple[str, int, int, bool]]] = []
         self.fail_next: Exception | None = None
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
         self.plans.append([(c.sequence.request_id, c.start, c.length, c.samples) for c in plan.chunks])
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -49,7 +49,7 @@ class FakeRunner:
             assert seen == chunk.sequence.token_ids[: chunk.end], "the blocks do not hold the sequence"
             if chunk.samples:
                 rows.append(prefix_logits(seen))
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        return np.stack(rows) if rows else np.empty((0, VOCAB), dtype=np.float32)
 
     def write(self, block_ids: tuple[int, ...], token_ids: list[int], *, start: int, end: int) -> None:
         for position in range(start, end):

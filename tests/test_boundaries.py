@@ -66,12 +66,16 @@ def test_grpc_and_protobuf_stay_at_the_door() -> None:
         "twinstage.kv.block_pool",
         "twinstage.kv.layout",
         "twinstage.engine.plan",
+        "twinstage.engine.loop",
+        "twinstage.engine.assemble",
         "twinstage.engine.prefill_scheduler",
         "twinstage.engine.decode_scheduler",
         "twinstage.lifecycle",
         "twinstage.text.stream",
         "twinstage.transfer.sender",
         "twinstage.transfer.receiver",
+        "prefill_worker.worker",
+        "decode_worker.worker",
     ],
 )
 def test_imports_without_torch(module: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fake_runner import (
     BLOCK_SIZE,
@@ -507,7 +508,7 @@ def test_a_failing_step_fails_its_sequences_only(error: Exception) -> None:
 
 def test_a_runner_with_the_wrong_number_of_rows_is_noticed() -> None:
     class Short(FakeRunner):
-        def run(self, plan: StepPlan) -> torch.Tensor:
+        def run(self, plan: StepPlan) -> NDArray[np.float32]:
             return super().run(plan)[:0]
 
     pool = BlockPool(8)
@@ -520,7 +521,7 @@ def test_a_runner_with_the_wrong_number_of_rows_is_noticed() -> None:
 
 def test_bad_logits_fail_their_row_only() -> None:
     class Poisoned(FakeRunner):
-        def run(self, plan: StepPlan) -> torch.Tensor:
+        def run(self, plan: StepPlan) -> NDArray[np.float32]:
             logits = super().run(plan)
             sampling = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
             if "bad" in sampling:
@@ -563,7 +564,7 @@ def test_times_and_computed_tokens() -> None:
     now = [100.0]
 
     class Slow(FakeRunner):
-        def run(self, plan: StepPlan) -> torch.Tensor:
+        def run(self, plan: StepPlan) -> NDArray[np.float32]:
             now[0] += 2.0
             return super().run(plan)
 

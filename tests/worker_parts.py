@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineConfig, EngineCore
@@ -55,7 +56,7 @@ class StandInRunner:
         """Let the next step raise."""
         self._fails = True
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
         self.num_steps += 1
         self.entered.set()
         assert self._gate.wait(WAIT_S)
@@ -63,7 +64,7 @@ class StandInRunner:
             self._fails = False
             raise RuntimeError("the forward pass was told to fail")
         sampled = [chunk for chunk in plan.chunks if chunk.samples]
-        logits = torch.zeros(len(sampled), VOCABULARY_SIZE)
+        logits = np.zeros((len(sampled), VOCABULARY_SIZE), dtype=np.float32)
         for row, chunk in enumerate(sampled):
             logits[row, next_token(chunk.sequence.token_ids)] = 10.0
         return logits

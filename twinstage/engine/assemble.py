@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 from twinstage.engine.core import EngineCore
 from twinstage.engine.found_model import FoundModel, report_progress
 from twinstage.engine.output import EngineConfig
-from twinstage.engine.runner import ModelRunner
 from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
-from twinstage.kv.store import KvStore
 from twinstage.models.describe import describe_model
 from twinstage.models.load import load_model
 from twinstage.telemetry.log import get_logger
@@ -56,6 +54,9 @@ def build_engine(
     settings: WorkerSettings, found: FoundModel, *, role: Role, protocol_version: int
 ) -> tuple[EngineParts, WorkerDescription]:
     """Load a generative model and build its engine. Raises ConfigError or ModelError."""
+    from twinstage.engine.runner import ModelRunner  # with torch, which only this way of computing needs
+    from twinstage.kv.store import KvStore
+
     model = load_model(
         found.resolved,
         max_model_len=settings.max_model_len,

@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from twinstage.engine.decode_scheduler import DecodeScheduler
 from twinstage.engine.output import (
@@ -66,10 +67,11 @@ logger = get_logger(__name__)
 class Runner(Protocol):
     """Computes a plan: writes keys and values of every chunk.
 
-    Returns float32 logits `[number of chunks with samples, vocab]`, in the order of the chunks.
+    Returns float32 logits `[number of chunks with samples, vocab]`, in the order of the chunks. They are read before
+    the next call and may be memory that the runner uses again.
     """
 
-    def run(self, plan: StepPlan) -> torch.Tensor: ...
+    def run(self, plan: StepPlan) -> NDArray[np.float32]: ...
 
 
 class EngineCore:
@@ -226,9 +228,10 @@ class EngineCore:
     def _compute(self, plan: StepPlan) -> None:
         try:
             logits = self._runner.run(plan)
-            expected = sum(chunk.samples for chunk in plan.chunks)
-            if len(logits) != expected:
-                raise ComputeFailed(f"the runner returned {len(logits)} rows of logits, not {expected}")
+            sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+            if len(logits) != len(sampling):
+                raise ComputeFailed(f"the runner returned {len(logits)} rows of logits, not {len(sampling)}")
+            sampled = iter(self._sampler.sample(logits, sampling))
         # The boundary to the model: whatever it raises ends the sequences of this plan, never the engine.
         except Exception as error:
             logger.exception("step failed", sequences=len(plan.chunks), tokens=plan.num_tokens)
@@ -238,22 +241,19 @@ class EngineCore:
                 self._fail(chunk.sequence, failure)
             return
         self._record.num_computed_tokens += plan.num_tokens
-        rows = iter(logits)
         for chunk in plan.chunks:
-            self._apply(chunk, next(rows) if chunk.samples else None)
+            self._apply(chunk, next(sampled) if chunk.samples else None)
 
-    def _apply(self, chunk: ScheduledChunk, logits: torch.Tensor | None) -> None:
+    def _apply(self, chunk: ScheduledChunk, token: ProducedToken | ComputeFailed | None) -> None:
         sequence = chunk.sequence
         is_prefill = sequence in self._prefill.prefilling
         sequence.mark_computed(chunk.end)
         if is_prefill:
             self._record.computed.append(computed_chunk(sequence))
-        if logits is None:
+        if token is None:
             return
-        try:
-            token = self._sampler.sample_one(logits, sequence)
-        except ComputeFailed as error:
-            self._fail(sequence, error)
+        if isinstance(token, ComputeFailed):
+            self._fail(sequence, token)
             return
         sequence.output_token_ids.append(token.token_id)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from twinstage.engine.inputs import batch_of_plan
 from twinstage.engine.plan import StepPlan
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # importing it takes seconds, which start-up checks need not 
 class Runner(Protocol):
     """Computes what a step has scheduled."""
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """Compute all chunks, leaving their keys and values in the blocks of their sequences.
 
         Returns float32 logits `[num_sampling_chunks, vocab_size]`, in the order of the chunks that sample.
@@ -32,7 +33,7 @@ class ModelRunner:
         self._model = model
         self._store = store
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """As the protocol says."""
         batch = batch_of_plan(plan, block_size=self._store.layout.block_size)
-        return self._model.forward(batch, self._store)
+        return self._model.forward(batch, self._store).numpy()

@@ -4,15 +4,20 @@ The order, each step on the result of the one before: logit bias, penalties, sup
 `min_tokens`; then greedy choice, or temperature, top-k, top-p, min-p and a draw. Ties always go to the lower token id.
 
 The random number of a token is a pure function of (seed, choice index, position), so any worker draws the same token
-at the same place. Each row is worked on alone, in float64 and in one thread: a row does not depend on its neighbours.
+at the same place. Each row is worked on alone and in one thread: a row does not depend on its neighbours.
+
+A whole row is touched as rarely as possible, since a row has tens of thousands of entries and a step has a row for
+each sequence: a greedy choice reads it once, top-k and min-p look only at the tokens that can be kept, and a draw from
+all tokens adds up pieces of the row before it looks into one. Rows stay in the float32 in which they come; what is
+added up over many tokens is added in float64.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -20,38 +25,76 @@ from twinstage.engine.sequence import Sequence
 from twinstage.errors import ComputeFailed
 from twinstage.types import ProducedToken, SamplingParameters, TokenAlternative, TokenLogprobs
 
-Row = NDArray[np.float64]  # [vocab]
+Logits = NDArray[np.float32]  # [rows, vocab]
+Row = NDArray[np.float32]  # [vocab]
+Weights = NDArray[np.float64]  # [count], of some tokens
 Ids = NDArray[np.int64]  # [count], token ids
 
 _RANDOM_KEY = struct.Struct("<QIQ")  # seed, choice index, position
 _UINT64_MASK = (1 << 64) - 1
 _FIRST_NUCLEUS_TRY = 256  # most likely tokens to sort first; nearly always they hold the whole nucleus
 _NUCLEUS_GROWTH = 8
+_LEAST = float(np.finfo(np.float32).min)
+_PIECE = 256  # tokens that a draw from a whole row adds up before it looks at single ones
+_GROUPS_PER_WANTED = 4  # groups of tokens, for each wanted one, whose greatest values bound the wanted ones from below
 
 
 class Sampler:
-    """Draws the next token of each sequence. Stateless."""
+    """Draws the next token of each sequence. Keeps no state between calls but scratch memory; for one thread."""
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[ProducedToken]:
-        """One token per row of `logits` (float32 `[len(sequences), vocab]`)."""
-        return [self.sample_one(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
+    def __init__(self) -> None:
+        self._scratch: Row = np.empty(0, dtype=np.float32)
 
-    def sample_one(self, logits: torch.Tensor, sequence: Sequence) -> ProducedToken:
-        """The token after the last one of `sequence`, from its `logits` `[vocab]`.
+    def sample(self, logits: Logits, sequences: list[Sequence]) -> list[ProducedToken | ComputeFailed]:
+        """The token after the last one of each sequence, from its row of `logits` (`[len(sequences), vocab]`).
 
-        Raises ComputeFailed when they are not numbers.
+        ComputeFailed takes the place of a token where the logits are not numbers. The logits are left alone.
         """
-        raw: Row = logits.detach().to(device="cpu", dtype=torch.float64).numpy()
-        if not np.isfinite(raw.max()):  # NaN spreads to the maximum
-            raise ComputeFailed(f"the model's logits for request {sequence.request_id} are not numbers")
-        adjusted = _adjust(raw, sequence)
+        if logits.shape[1] != len(self._scratch):
+            self._scratch = np.empty(logits.shape[1], dtype=np.float32)
+        return [self._sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
+
+    def _sample_row(self, raw: Row, sequence: Sequence) -> ProducedToken | ComputeFailed:
+        best_id = int(raw.argmax())
+        if not math.isfinite(raw[best_id]):  # NaN counts as the maximum
+            return ComputeFailed(f"the model's logits for request {sequence.request_id} are not numbers")
+        values = _adjust(raw, sequence)
+        if values is not raw:
+            best_id = int(values.argmax())
+            if not math.isfinite(values[best_id]):
+                return ComputeFailed(f"no token is left to choose from for request {sequence.request_id}")
         sampling = sequence.spec.sampling
         if sampling.is_greedy:
-            token_id = int(adjusted.argmax())
+            token_id = best_id
         else:
             uniform = random_uniform(sampling, position=len(sequence.output_token_ids))
-            token_id = _draw(_probabilities(adjusted, sampling), uniform)
+            token_id = self._draw_from(values, float(values[best_id]), sampling, uniform)
         return ProducedToken(token_id=token_id, logprobs=_logprobs(raw, token_id, count=sequence.spec.logprobs))
+
+    def _draw_from(self, values: Row, peak: float, sampling: SamplingParameters, uniform: float) -> int:
+        """Filter and draw. Weights are relative to the most likely token, whose value is `peak`."""
+        kept = _best_ids(values, sampling.top_k) if 0 < sampling.top_k < len(values) else None
+        if sampling.top_p < 1.0:
+            if kept is None:
+                kept = _nucleus(values, self._weights(values, peak, sampling.temperature), sampling.top_p)
+            else:
+                weights = _weights_of(values[kept], peak, sampling.temperature)
+                kept = kept[: _nucleus_size(np.cumsum(weights), sampling.top_p * float(weights.sum()))]
+        if sampling.min_p > 0.0:
+            kept = _likely_ids(values, peak, sampling) if kept is None else kept  # the exact filter follows
+        if kept is None:
+            return _draw(self._weights(values, peak, sampling.temperature), uniform)
+        kept = np.sort(kept)
+        weights = _weights_of(values[kept], peak, sampling.temperature)
+        if sampling.min_p > 0.0:
+            weights[weights < sampling.min_p] = 0.0
+        return int(kept[_draw(weights, uniform)])
+
+    def _weights(self, values: Row, peak: float, temperature: float) -> Row:
+        """The weight of every token, in the scratch memory."""
+        np.subtract(values, np.float32(peak), out=self._scratch)
+        np.divide(self._scratch, np.float32(temperature), out=self._scratch)
+        return np.exp(self._scratch, out=self._scratch)
 
 
 def random_uniform(sampling: SamplingParameters, *, position: int) -> float:
@@ -61,85 +104,134 @@ def random_uniform(sampling: SamplingParameters, *, position: int) -> float:
 
 
 def _adjust(raw: Row, sequence: Sequence) -> Row:
-    """Bias, penalties and suppressed stop tokens applied; `raw` is left alone."""
+    """Bias, penalties and suppressed stop tokens applied, to a copy; `raw` itself where there are none.
+
+    What is changed is computed in float64 and rounded once.
+    """
+    changed = _changed_ids(sequence, vocab_size=len(raw))
+    if not len(changed):
+        return raw
     spec, sampling = sequence.spec, sequence.spec.sampling
-    adjusted = raw.copy()
+    values = raw[changed].astype(np.float64)
     for token_id, bias in sampling.logit_bias.items():
-        if token_id < len(adjusted):
-            adjusted[token_id] += bias
+        if token_id < len(raw):
+            values[np.searchsorted(changed, token_id)] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(sequence.token_ids))
-        values = adjusted[seen]
-        adjusted[seen] = np.where(
-            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
-        )
+        seen = np.searchsorted(changed, np.unique(np.asarray(sequence.token_ids)))
+        penalty = sampling.repetition_penalty
+        values[seen] = np.where(values[seen] > 0, values[seen] / penalty, values[seen] * penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.output_token_ids:
         produced, counts = np.unique(np.asarray(sequence.output_token_ids), return_counts=True)
-        adjusted[produced] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-    if len(sequence.output_token_ids) < spec.min_tokens and spec.stop_token_ids:
-        adjusted[[token_id for token_id in spec.stop_token_ids if token_id < len(adjusted)]] = -np.inf
+        places = np.searchsorted(changed, produced)
+        values[places] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if _suppresses_stops(sequence):
+        stops = [token_id for token_id in spec.stop_token_ids if token_id < len(raw)]
+        values[np.searchsorted(changed, stops)] = -np.inf
+    adjusted = raw.copy()
+    adjusted[changed] = values
     return adjusted
 
 
-def _probabilities(adjusted: Row, sampling: SamplingParameters) -> Row:
-    """Probability of each token, not normalised; 0 for those that were filtered out."""
-    weights: Row = np.exp((adjusted - adjusted.max()) / sampling.temperature)  # the most likely one has weight 1
-    if 0 < sampling.top_k < len(weights):
-        weights = _keep_only(weights, _best_ids(weights, sampling.top_k))
-    if sampling.top_p < 1.0:
-        weights = _keep_only(weights, _nucleus(weights, sampling.top_p))
-    if sampling.min_p > 0.0:
-        weights = np.where(weights >= sampling.min_p, weights, 0.0)
+def _changed_ids(sequence: Sequence, *, vocab_size: int) -> Ids:
+    """The tokens, ascending, whose logits the sequence's parameters change."""
+    spec, sampling = sequence.spec, sequence.spec.sampling
+    ids: list[int] = [*sampling.logit_bias]
+    if sampling.repetition_penalty != 1.0:
+        ids += sequence.token_ids
+    elif sampling.presence_penalty or sampling.frequency_penalty:
+        ids += sequence.output_token_ids
+    if _suppresses_stops(sequence):
+        ids += spec.stop_token_ids
+    if not ids:
+        return np.empty(0, dtype=np.int64)
+    unique: Ids = np.unique(np.asarray(ids, dtype=np.int64))
+    return unique[: np.searchsorted(unique, vocab_size)]
+
+
+def _suppresses_stops(sequence: Sequence) -> bool:
+    return len(sequence.output_token_ids) < sequence.spec.min_tokens and bool(sequence.spec.stop_token_ids)
+
+
+def _weights_of(values: Row, peak: float, temperature: float) -> Weights:
+    """The weights of some tokens; the most likely one of the row has weight 1."""
+    weights: Weights = np.exp((values.astype(np.float64) - peak) / temperature)
     return weights
 
 
-def _keep_only(weights: Row, token_ids: Ids) -> Row:
-    """The weights of some tokens, those of all others set to 0."""
-    kept: Row = np.zeros_like(weights)
-    kept[token_ids] = weights[token_ids]
-    return kept
+def _likely_ids(values: Row, peak: float, sampling: SamplingParameters) -> Ids:
+    """Ids of all tokens that `min_p` keeps, ascending, and a few more: what rounding could take away."""
+    floor = peak + sampling.temperature * (math.log(sampling.min_p) - 1e-3) - 1e-3
+    return np.flatnonzero(values >= np.float32(max(floor, _LEAST)))
 
 
 def _best_ids(values: Row, count: int) -> Ids:
     """Ids of the `count` greatest values, greatest first, equal ones by id."""
     count = min(count, len(values))
-    threshold = np.partition(values, len(values) - count)[len(values) - count]
-    above = np.flatnonzero(values > threshold)
-    level = np.flatnonzero(values == threshold)[: count - len(above)]
-    return np.concatenate([above[np.argsort(-values[above], kind="stable")], level])
+    possible = np.flatnonzero(values >= _bound(values, count))
+    candidates = values[possible]
+    threshold = np.partition(candidates, len(candidates) - count)[len(candidates) - count]
+    above = np.flatnonzero(candidates > threshold)
+    level = np.flatnonzero(candidates == threshold)[: count - len(above)]
+    best: Ids = possible[np.concatenate([above[np.argsort(-candidates[above], kind="stable")], level])]
+    return best
 
 
-def _nucleus(weights: Row, top_p: float) -> Ids:
+def _bound(values: Row, count: int) -> np.float32:
+    """A value that at least `count` of `values` reach, and usually not many more: far cheaper than the exact one.
+
+    It is the `count`-th of the greatest values of groups, each of which stands for itself.
+    """
+    group = len(values) // (_GROUPS_PER_WANTED * count)
+    if group < 2:
+        return np.float32(-np.inf)
+    num_groups = len(values) // group
+    greatest = values[: group * num_groups].reshape(group, num_groups).max(axis=0)
+    bound: np.float32 = np.partition(greatest, num_groups - count)[num_groups - count]
+    return bound
+
+
+def _nucleus(values: Row, weights: Row, top_p: float) -> Ids:
     """The fewest most likely tokens that reach the share `top_p` of the total weight, most likely first."""
     wanted = top_p * float(weights.sum())
-    possible = np.flatnonzero(weights)  # few after top-k, and a partition among many zeros is slow
-    count = min(_FIRST_NUCLEUS_TRY, len(possible))
+    count = min(_FIRST_NUCLEUS_TRY, len(values))
     while True:
-        best = possible[_best_ids(weights[possible], count)]
-        cumulative = np.cumsum(weights[best])
-        if cumulative[-1] >= wanted or count == len(possible):
-            return best[: int(np.searchsorted(cumulative, wanted)) + 1]
-        count = min(_NUCLEUS_GROWTH * count, len(possible))
+        best = _best_ids(values, count)
+        cumulative = np.cumsum(weights[best], dtype=np.float64)
+        if cumulative[-1] >= wanted or count == len(values):
+            return best[: _nucleus_size(cumulative, wanted)]
+        count = min(_NUCLEUS_GROWTH * count, len(values))
 
 
-def _draw(weights: Row, uniform: float) -> int:
-    """Inverse of the cumulative distribution, in token-id order."""
-    cumulative = np.cumsum(weights)
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    if index == len(weights):  # uniform * total was rounded up to the total
-        index = int(np.flatnonzero(weights)[-1])
-    return index
+def _nucleus_size(cumulative: Weights, wanted: float) -> int:
+    return int(np.searchsorted(cumulative, wanted)) + 1
+
+
+def _draw(weights: Row | Weights, uniform: float) -> int:
+    """Inverse of the cumulative distribution, in token-id order: first the piece of the row, then the token in it."""
+    pieces = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _PIECE)), dtype=np.float64)
+    target = uniform * float(pieces[-1])
+    piece = int(np.searchsorted(pieces, target, side="right"))
+    if piece == len(pieces):  # uniform * total was rounded up to the total
+        return int(np.flatnonzero(weights)[-1])
+    start = piece * _PIECE
+    inside = np.cumsum(weights[start : start + _PIECE], dtype=np.float64)
+    index = int(np.searchsorted(inside, target - (pieces[piece - 1] if piece else 0.0), side="right"))
+    if index == len(inside):  # the piece's sum, added up in another order, was a little greater
+        index = int(np.flatnonzero(weights[start : start + _PIECE])[-1])
+    return start + index
 
 
 def _logprobs(raw: Row, token_id: int, *, count: int | None) -> TokenLogprobs | None:
     """Log probabilities before all adjustments; None unless asked for."""
     if count is None:
         return None
-    peak = raw.max()
-    log_total = peak + np.log(np.exp(raw - peak).sum())
+    shifted = raw.astype(np.float64)
+    peak = float(shifted.max())
+    shifted -= peak
+    log_total = peak + math.log(float(np.exp(shifted, out=shifted).sum()))
     best = _best_ids(raw, count) if count else ()
     return TokenLogprobs(
-        logprob=float(raw[token_id] - log_total),
+        logprob=float(raw[token_id]) - log_total,
         rank=1 + int(np.count_nonzero(raw > raw[token_id])),
-        top=tuple(TokenAlternative(int(best_id), float(raw[best_id] - log_total)) for best_id in best),
+        top=tuple(TokenAlternative(int(best_id), float(raw[best_id]) - log_total) for best_id in best),
     )

@@ -114,7 +114,7 @@ def run_packed(
             twinstage_context=context,
         )
         logits: torch.Tensor = output.logits[0]
-    return logits.to(torch.float32, copy=True)  # outside inference mode, so that a sampler may write to it
+    return logits.to(torch.float32)
 
 
 class _ProbeAttention:
