@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,6 +291,27 @@ def wait_until_gone(pids: list[int], timeout_s: float = 20.0) -> None:
 
 def traced(trace: Path, word: str) -> list[list[str]]:
     return [line.split()[1:] for line in trace.read_text().splitlines() if line.split()[0] == word]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "changes", "expected"),
+    [
+        (4, {"pin_cpus": True}, ["--threads 2 --cpus 0-1", "--threads 2 --cpus 2-3"]),
+        (3, {"pin_cpus": True}, ["--threads 1 --cpus 0 ", "--threads 2 --cpus 1-2"]),
+        (4, {}, ["--threads 2 --log", "--threads 2 --log"]),
+        (4, {"pin_cpus": True, "threads": 3}, ["--threads 3 --log", "--threads 3 --log"]),
+        (1, {"pin_cpus": True}, ["--threads 1 --log", "--threads 1 --log"]),
+    ],
+)
+def test_workers_share_the_cores(
+    roles: Path, monkeypatch: pytest.MonkeyPatch, cpus: int, changes: dict[str, Any], expected: list[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
+    with Cluster(ClusterConfig(port=0, **changes)) as cluster:
+        cluster.wait_ready(START_TIMEOUT_S)
+    started = {name: " ".join(flags) for name, _, *flags in traced(roles, "start")}
+    assert expected[0] in started["prefill-0"]
+    assert expected[1] in started["decode-0"]
 
 
 def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path) -> None:

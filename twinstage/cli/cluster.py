@@ -25,6 +25,7 @@ from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
+from twinstage.cpus import format_cpus, share_out
 from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
 from twinstage.types import Role, Task
 
@@ -41,7 +42,8 @@ class ClusterConfig:
     """What to start. `models` are `[NAME=]REF`; `prefill` and `decode` count workers for each generation model.
 
     An embedding model gets one prefill worker. `port` 0 takes a free one. `threads` are those of each worker; by
-    default the cores are shared out. `log_directory` gets a file with the log of each process.
+    default the cores are shared out, and with `pin_cpus` each worker runs on its own. `log_directory` gets a file with
+    the log of each process.
     """
 
     models: tuple[str, ...] = ("demo",)
@@ -50,6 +52,7 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     threads: int | None = None
+    pin_cpus: bool = False
     kv_cache_bytes: str | None = None
     kv_transports: str | None = None
     log_level: str = "info"
@@ -114,11 +117,11 @@ class Cluster:
     def start(self) -> None:
         """Start the workers. Raises ConfigError when the router's port is taken; nothing was started then."""
         check_port_is_free(self.config.host, self.config.port)
-        threads = self.config.threads or max(1, len(os.sched_getaffinity(0)) // self._num_workers())
+        shares = iter(self._compute_flags())
         for model in self.models:
             for role in (Role.PREFILL, Role.DECODE):
                 for index in range(self._count(model, role)):
-                    self._start_worker(model, role, index=index, threads=threads)
+                    self._start_worker(model, role, index=index, compute_flags=next(shares))
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait for the workers, start the router and wait until it serves.
@@ -220,10 +223,19 @@ class Cluster:
             if name != ROUTER
         )
 
-    def _start_worker(self, model: ModelChoice, role: Role, *, index: int, threads: int) -> None:
+    def _compute_flags(self) -> list[list[str]]:
+        """What each worker is told of threads and CPUs, in the order in which they start."""
+        cpus, num_workers = os.sched_getaffinity(0), self._num_workers()
+        threads = self.config.threads or max(1, len(cpus) // num_workers)
+        shares = share_out(tuple(cpus), num_workers) if self.config.pin_cpus and self.config.threads is None else None
+        if shares is None:
+            return [["--threads", str(threads)]] * num_workers
+        return [["--threads", str(len(share)), "--cpus", format_cpus(share)] for share in shares]
+
+    def _start_worker(self, model: ModelChoice, role: Role, *, index: int, compute_flags: list[str]) -> None:
         name = f"{role.value}-{index}" if len(self.models) == 1 else f"{model.label}-{role.value}-{index}"
         flags = ["--model", model.reference, "--worker-id", name, "--listen", "127.0.0.1:0"]
-        flags += ["--threads", str(threads), "--log-level", self._log_level]
+        flags += [*compute_flags, "--log-level", self._log_level]
         if model.name:
             flags += ["--served-model-name", model.name]
         if self.config.kv_cache_bytes is not None:

@@ -72,6 +72,10 @@ def serve(
         int | None,
         typer.Option("--threads", min=1, help="Threads of each worker; by default the cores are shared out."),
     ] = None,
+    pin_cpus: Annotated[
+        bool,
+        typer.Option(help="Bind each worker to its share of the cores, unless they are too few or --threads is given."),
+    ] = True,
     kv_cache_bytes: Annotated[
         str | None, typer.Option("--kv-cache-bytes", help="Memory for KV blocks of each worker, such as 512MiB.")
     ] = None,
@@ -98,6 +102,7 @@ def serve(
         host=host,
         port=port,
         threads=threads,
+        pin_cpus=pin_cpus,
         kv_cache_bytes=kv_cache_bytes,
         kv_transports=kv_transports,
         log_level=log_level,

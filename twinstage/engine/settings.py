@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator
 
+from twinstage.cpus import bind_process, parse_cpus
 from twinstage.errors import ConfigError
 from twinstage.settings import ProcessSettings
 from twinstage.types import Role, WorkerId
@@ -47,6 +48,11 @@ class WorkerSettings(ProcessSettings):
     threads: int | None = Field(
         default=None, ge=1, description="Threads that compute; by default all CPUs this process may use."
     )
+    cpus: str | None = Field(
+        default=None,
+        description="CPUs this worker runs on, such as 0-3,8; where several share a machine, give each its own. By "
+        "default all that the process may use.",
+    )
     dtype: Literal["float32"] = Field(default="float32", description="Number format of weights and KV.")
     kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
     kv_secret_file: Path | None = Field(
@@ -65,6 +71,13 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(f"must be one or several of {', '.join(KNOWN_TRANSPORTS)}, separated by commas")
         return ",".join(names)
 
+    @field_validator("cpus")
+    @classmethod
+    def _cpus_are_a_list(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_cpus(value)
+        return value
+
     @property
     def transports(self) -> tuple[str, ...]:
         """The names in `kv_transports`, best first."""
@@ -74,6 +87,11 @@ class WorkerSettings(ProcessSettings):
     def compute_threads(self) -> int:
         """Threads to compute with: `threads`, or the number of CPUs that this process may use."""
         return self.threads or len(os.sched_getaffinity(0))
+
+    def bind_cpus(self) -> None:
+        """Run on `cpus` only, if they are given. To be called before threads start. Raises ConfigError."""
+        if self.cpus is not None:
+            bind_process(parse_cpus(self.cpus))
 
     def identity(self, role: Role) -> WorkerId:
         """The worker's id: as given, or role, host name and a random part."""

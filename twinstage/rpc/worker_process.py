@@ -33,6 +33,9 @@ from twinstage.worker.v1 import worker_pb2_grpc
 
 WORKER_SERVICE = "twinstage.worker.v1.WorkerService"
 FREE_TIMEOUT_S = 15.0  # a stopped peer is noticed by the deadlines of the KV channel, which are shorter
+# How long a thread that wants to run Python waits for one that does. A step computes without the interpreter's lock;
+# when it ends, the engine's thread must not wait for all that the event loop happens to be converting and sending.
+SWITCH_INTERVAL_S = 0.0005
 
 logger = get_logger(__name__)
 
@@ -156,6 +159,8 @@ def run_worker(
         values = read_settings(settings, arguments)
         configure_logging(level=values.log_level, format=values.log_format, role=role.value)
         exit_with_parent_if_asked()
+        values.bind_cpus()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         return asyncio.run(process(values).run())
     except (ConfigError, ModelError) as error:
         print(f"{role.value}_worker: {' '.join(str(error).split())}", file=sys.stderr)
