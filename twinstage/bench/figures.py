@@ -39,7 +39,7 @@ def latency_rows(result: LoadResult) -> list[tuple[str, ...]]:
         ("time per output token", result.tpot),
         ("end to end", result.e2e),
     ]
-    named += [(f"server: {name}", distribution) for name, distribution in result.server.items()]
+    named += [(f"server: {name.replace('_', ' ')}", distribution) for name, distribution in result.server.items()]
     return [(name, *_cells(distribution)) for name, distribution in named if distribution is not None]
 
 

@@ -28,7 +28,7 @@ class OpenAiTarget:
         return self._address
 
     async def model(self, name: str) -> ServedModel:
-        """From /v1/models; vLLM says the context's length there, llama.cpp's server the vocabulary's size."""
+        """From /v1/models: vLLM says the context's length there, llama.cpp's server that and the vocabulary's size."""
         status, answer = await self._ask("GET", "/v1/models")
         models = answer.get("data", []) if isinstance(answer, dict) else []
         models = [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
@@ -40,10 +40,12 @@ class OpenAiTarget:
             problem = f"no model {name!r} is served" if name else f"{len(models)} models are served"
             raise ConfigError(f"--model: {problem} at {self._address}; pass the name of one (served: {names})")
         details = found[0].get("meta")
+        details = details if isinstance(details, dict) else {}
+        context = _count(found[0].get("max_model_len")) or _count(details.get("n_ctx"))
         return ServedModel(
             name=found[0]["id"],
-            max_model_len=_count(found[0].get("max_model_len")) or await self._context_of_slots(),
-            vocabulary_size=_count(details.get("n_vocab")) if isinstance(details, dict) else None,
+            max_model_len=context or await self._context_of_slots(),
+            vocabulary_size=_count(details.get("n_vocab")),
         )
 
     async def count_tokens(self, text: str, model: str) -> int:
@@ -79,7 +81,7 @@ class OpenAiTarget:
         """Nothing stays open between requests."""
 
     async def _context_of_slots(self) -> int | None:
-        """The context of one slot of llama.cpp's server; None where there is no such thing."""
+        """The context of one slot of an older llama.cpp server; None where there is no such thing."""
         status, answer = await self._ask("GET", "/props")
         settings = answer.get("default_generation_settings") if status == 200 and isinstance(answer, dict) else None
         return _count(settings.get("n_ctx")) if isinstance(settings, dict) else None
