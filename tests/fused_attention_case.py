@@ -35,17 +35,20 @@ class Compiled:
 
 
 def make_shape(
-    *, dtype: str = "float32", head_dim: int = 64, num_heads: int = 9, num_kv_heads: int = 3, block_size: int = 16
+    *, dtype: str = "float32", head_dim: int = 64, num_heads: int = 9, num_kv_heads: int = 3
 ) -> AttentionShape:
-    layout = KvLayout(
+    return AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+
+
+def make_layout(shape: AttentionShape, *, block_size: int) -> KvLayout:
+    return KvLayout(
         num_layers=NUM_LAYERS,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         block_size=block_size,
-        dtype=dtype,
+        dtype=shape.dtype,
         model_fingerprint="m",
     )
-    return AttentionShape(layout=layout, num_heads=num_heads)
 
 
 @cache
@@ -81,10 +84,10 @@ def unpack(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 class Sequences:
     """Keys, values and queries of every position of some sequences, the keys and values in scattered blocks."""
 
-    def __init__(self, shape: AttentionShape, lengths: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(self, shape: AttentionShape, lengths: Sequence[int], *, block_size: int = 16, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
         self.shape = shape
-        layout = shape.layout
+        self.layout = layout = make_layout(shape, block_size=block_size)
         counts = [layout.blocks_for(length) for length in lengths]
         blocks = random.permutation(sum(counts) + 2)
         ends = np.cumsum(counts)
@@ -98,22 +101,17 @@ class Sequences:
                 values = 1.5 * random.standard_normal((layout.num_layers, 2, layout.num_kv_heads, layout.head_dim))
                 self.kv[(*place, position % layout.block_size)] = pack(values, layout.dtype)
         width = (shape.num_heads + 2 * layout.num_kv_heads) * layout.head_dim  # a row also holds new keys and values
+        self.works: dict[int, AttentionWork] = {}  # by the number of threads
         self.queries = [random.standard_normal((length, width)).astype(np.float32) for length in lengths]
 
     def attend(
         self, chunks: Sequence[tuple[int, Chunk]], *, threads: int = 1, window: int = 0, layer: int = 1
     ) -> list[Floats]:
         """Run one step of (sequence, chunk); what each chunk attended to, `[tokens, heads * head_dim]`."""
-        layout, tokens = self.shape.layout, sum(chunk[0] for _, chunk in chunks)
-        work = AttentionWork(
-            self.shape,
-            kv_address=self.kv.ctypes.data,
-            max_sequences=len(chunks),
-            max_tokens=tokens,
-            max_model_len=max(chunk[1] for _, chunk in chunks),
-            num_threads=threads,
-        )
-        work.begin([(length, context, self.tables[index]) for index, (length, context) in chunks])
+        layout, tokens = self.layout, sum(chunk[0] for _, chunk in chunks)
+        work = self.works.setdefault(threads, AttentionWork(self.shape, num_threads=threads))
+        named = [(length, context, self.tables[index].tolist()) for index, (length, context) in chunks]
+        work.begin(named, layout=layout, kv_address=self.kv.ctypes.data)
         query = np.concatenate([self.queries[index][end - length : end] for index, (length, end) in chunks])
         attended = np.full((tokens, self.shape.num_heads * layout.head_dim), np.nan, dtype=np.float32)
         kernels = compiled(self.shape)
@@ -126,7 +124,7 @@ class Sequences:
 
     def reference(self, index: int, chunk: Chunk, *, window: int = 0, layer: int = 1) -> npt.NDArray[np.float64]:
         length, end = chunk
-        layout = self.shape.layout
+        layout = self.layout
         kv = unpack(self.kv[self.tables[index], layer])  # [blocks, 2, kv_heads, block_size, head_dim]
         keys, values = kv.transpose(1, 2, 0, 3, 4).reshape(2, layout.num_kv_heads, -1, layout.head_dim)[:, :, :end]
         query = self.queries[index][end - length : end, : self.shape.num_heads * layout.head_dim].astype(np.float64)
@@ -150,8 +148,8 @@ def run_threads(attend: Any, count: int, *arguments: Any) -> None:
 
 def vector_width_case() -> list[Floats]:
     """The same on every CPU."""
-    shape = make_shape(dtype="float16", head_dim=80, num_heads=2, num_kv_heads=2, block_size=5)
-    sequences = Sequences(shape, [300, 150, 200])
+    shape = make_shape(dtype="float16", head_dim=80, num_heads=2, num_kv_heads=2)
+    sequences = Sequences(shape, [300, 150, 200], block_size=5)
     return sequences.attend([(0, (1, 300)), (1, (40, 150)), (2, (3, 200))], window=130)
 
 

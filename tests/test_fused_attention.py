@@ -15,10 +15,11 @@ from fused_attention_case import Sequences, make_shape
 
 pytestmark = pytest.mark.xdist_group("fused_attention")  # each process would compile the kernels again
 
+BLOCK_SIZES = {"float32": 16, "float16": 5, "bfloat16": 32}
 SHAPES = [
-    {"dtype": "float32", "head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "block_size": 16},
-    {"dtype": "float16", "head_dim": 80, "num_heads": 2, "num_kv_heads": 2, "block_size": 5},
-    {"dtype": "bfloat16", "head_dim": 128, "num_heads": 8, "num_kv_heads": 1, "block_size": 32},
+    {"dtype": "float32", "head_dim": 64, "num_heads": 9, "num_kv_heads": 3},
+    {"dtype": "float16", "head_dim": 80, "num_heads": 2, "num_kv_heads": 2},
+    {"dtype": "bfloat16", "head_dim": 128, "num_heads": 8, "num_kv_heads": 1},
 ]
 
 
@@ -29,7 +30,8 @@ def test_equals_the_definition(shape: dict[str, object], window: int) -> None:
         *[(1, 1), (1, 15), (1, 16), (1, 17), (1, 127), (1, 128), (1, 129), (1, 300)],
         *[(2, 2), (3, 130), (5, 5), (16, 16), (17, 140), (49, 49), (70, 256), (130, 390)],
     ]
-    sequences = Sequences(make_shape(**shape), [context for _, context in chunks])  # type: ignore[arg-type]
+    kernels = make_shape(**shape)  # type: ignore[arg-type]
+    sequences = Sequences(kernels, [context for _, context in chunks], block_size=BLOCK_SIZES[kernels.dtype])
     results = sequences.attend(list(enumerate(chunks)), threads=2, window=window)
     for index, (chunk, result) in enumerate(zip(chunks, results, strict=True)):
         np.testing.assert_allclose(

@@ -52,7 +52,7 @@ def build_attention(shape: AttentionShape) -> AttentionKernels:
         num_items = load_i64(work, w.NUM_ITEMS)
         index = take(counter, 1)
         while index < num_items:
-            item = work + 8 * (w.HEADER + w.ITEM * index)
+            item = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
             if load_i64(item, w.PARTIAL) == w.PREFILL:
                 prefill(item, work, layer, query, query_row, attended, scale * log2_e, window, scratch)
             else:
@@ -64,14 +64,13 @@ def build_attention(shape: AttentionShape) -> AttentionKernels:
 
 def _build_plan(shape: AttentionShape) -> Any:
     """Items, the expensive ones first: chunks by groups of rows from the last on, then contexts, split when few."""
-    layout, rows_per_token, max_decode_tokens = shape.layout, shape.rows_per_token, shape.max_decode_tokens
-    num_kv_heads, num_layers = layout.num_kv_heads, layout.num_layers
+    num_kv_heads, rows_per_token, max_decode_tokens = shape.num_kv_heads, shape.rows_per_token, shape.max_decode_tokens
     item_rows = GROUP * MAX_GROUPS
 
     @kernel
     def add_item(work: int, sequence: int, kv_head: int, row: int, rows: int, partial: int) -> int:
         index: int = load_i64(work, w.NUM_ITEMS)
-        item = work + 8 * (w.HEADER + w.ITEM * index)
+        item = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
         store_i64(item, w.SEQUENCE, sequence)
         store_i64(item, w.KV_HEAD, kv_head)
         store_i64(item, w.FIRST_ROW, row)
@@ -100,7 +99,7 @@ def _build_plan(shape: AttentionShape) -> Any:
         starts: int = load_i64(work, w.STARTS)
         contexts: int = load_i64(work, w.CONTEXTS)
         num_sequences, num_threads = load_i64(work, w.NUM_SEQUENCES), load_i64(work, w.NUM_THREADS)
-        for layer in range(num_layers):
+        for layer in range(load_i64(work, w.NUM_LAYERS)):
             store_i64(load_i64(work, w.COUNTERS), layer, 0)
         store_i64(work, w.NUM_ITEMS, 0)
         pairs = 0

@@ -49,7 +49,7 @@ def build_decode(shape: AttentionShape) -> Any:
     load_queries = _build_load_queries(shape)
     find_lines = build_lines(shape)
     plan = ScratchPlan(shape)
-    head_dim, rows_per_token, padded = shape.layout.head_dim, shape.rows_per_token, shape.padded_rows
+    head_dim, rows_per_token, padded = shape.head_dim, shape.rows_per_token, shape.padded_rows
     token_bytes = 4 * shape.num_heads * head_dim
     row_bytes = 2 * _VECTOR + 4 * head_dim
     partial_bytes = shape.partial_bytes
@@ -102,7 +102,7 @@ def build_decode(shape: AttentionShape) -> Any:
         first_token = load_i64(load_i64(work, w.STARTS), sequence)
         tokens = load_i64(load_i64(work, w.STARTS), sequence + 1) - first_token
         context = load_i64(load_i64(work, w.CONTEXTS), sequence)
-        rows = tokens * padded
+        rows, values_offset = tokens * padded, load_i64(work, w.VALUES_OFFSET)
         queries, state, partial = scratch + decode_queries, scratch + decode_state, load_i64(item, w.PARTIAL)
         heads = kv_head * rows_per_token * 4 * head_dim
         load_queries(query + first_token * query_row + heads, query_row, tokens, scale, queries)
@@ -116,9 +116,9 @@ def build_decode(shape: AttentionShape) -> Any:
                 result = load_i64(work, w.PARTIALS) + (partial + tile) * partial_bytes
             count = min(TILE, context - tile * TILE)
             find_lines(work, layer, sequence, kv_head, tile * TILE, count, scratch)
-            scores(scratch, tokens, count)
+            scores(scratch, tokens, count, values_offset)
             softmax(scratch, result, tokens, context - tokens + 1 - tile * TILE, count, window)
-            weigh(scratch, result, rows, count)
+            weigh(scratch, result, rows, count, values_offset)
             if partial == w.WHOLE:
                 fold(state, result, rows)
         if partial != w.WHOLE:
@@ -134,7 +134,7 @@ def build_decode(shape: AttentionShape) -> Any:
 
 def _build_load_queries(shape: AttentionShape) -> Any:
     """Copy the queries of a KV head's rows to scratch, scaled; rows that only fill a register tile are zero."""
-    head_dim, rows_per_token, padded = shape.layout.head_dim, shape.rows_per_token, shape.padded_rows
+    head_dim, rows_per_token, padded = shape.head_dim, shape.rows_per_token, shape.padded_rows
     row_bytes = 4 * head_dim
 
     @kernel
@@ -158,19 +158,18 @@ def _build_load_queries(shape: AttentionShape) -> Any:
 def _build_scores(shape: AttentionShape) -> Any:
     """Scores `[row][TILE]` of all query rows with the keys of a tile, rounded up to a multiple of `_KEYS`."""
     product = make_product(rows=shape.decode_panel, vectors=2)
-    gather = make_gather_transposed(dtype=shape.layout.dtype)
+    gather = make_gather_transposed(dtype=shape.dtype)
     plan = ScratchPlan(shape)
     lines_at, keys_at, queries_at, scores_at = plan.lines, plan.decode_keys, plan.decode_queries, plan.decode_scores
     head_dim, value_bytes, padded, panel = (
-        shape.layout.head_dim,
+        shape.head_dim,
         shape.value_bytes,
         shape.padded_rows,
         shape.decode_panel,
     )
-    values_offset = shape.values_offset
 
     @kernel
-    def scores(scratch: int, tokens: int, count: int) -> None:
+    def scores(scratch: int, tokens: int, count: int, values_offset: int) -> None:
         lines, keys = scratch + lines_at, scratch + keys_at
         for key in range(0, count, _KEYS):
             for part in range(2):
@@ -199,7 +198,7 @@ def _build_softmax(shape: AttentionShape) -> Any:
     """Turn scores into weights relative to the highest of the tile, which goes to the row's result."""
     plan = ScratchPlan(shape)
     scores_at, padded = plan.decode_scores, shape.padded_rows
-    row_bytes = 2 * _VECTOR + 4 * shape.layout.head_dim
+    row_bytes = 2 * _VECTOR + 4 * shape.head_dim
 
     @kernel
     def softmax(scratch: int, result: int, tokens: int, first_end: int, count: int, window: int) -> None:
@@ -225,15 +224,15 @@ def _build_softmax(shape: AttentionShape) -> Any:
 def _build_weigh(shape: AttentionShape) -> Any:
     """Sums of the weights and weighted sums of the values of a tile, to the rows' results."""
     plan = ScratchPlan(shape)
-    head_dim, panel = shape.layout.head_dim, shape.decode_panel
+    head_dim, panel = shape.head_dim, shape.decode_panel
     vectors = _vectors_at_once(head_dim // LANES, panel)
-    weighted_sum = make_weighted_sum(rows=panel, vectors=vectors, dtype=shape.layout.dtype)
-    lines_at, scores_at, values_offset = plan.lines, plan.decode_scores, shape.values_offset
+    weighted_sum = make_weighted_sum(rows=panel, vectors=vectors, dtype=shape.dtype)
+    lines_at, scores_at = plan.lines, plan.decode_scores
     row_bytes, value_bytes = 2 * _VECTOR + 4 * head_dim, shape.value_bytes
     columns = vectors * LANES
 
     @kernel
-    def weigh(scratch: int, result: int, rows: int, count: int) -> None:
+    def weigh(scratch: int, result: int, rows: int, count: int, values_offset: int) -> None:
         for row in range(0, rows, panel):
             for column in range(0, head_dim, columns):
                 own = result + row * row_bytes

@@ -15,15 +15,15 @@ def build_lines(shape: AttentionShape) -> Any:
     Writes the addresses of the keys of positions `first .. first + count - 1` to the scratch's `lines`, followed by
     `2 * LANES` times the last one, so that whole vectors of lines can be read and prefetched.
     """
-    layout = shape.layout
-    block_size, block_bytes, line_bytes = layout.block_size, layout.block_bytes, layout.head_dim * shape.value_bytes
-    layer_bytes, head_bytes = shape.layer_bytes, shape.head_bytes
+    line_bytes = shape.head_dim * shape.value_bytes
     lines_at = ScratchPlan(shape).lines
 
     @kernel
     def find_lines(work: int, layer: int, sequence: int, kv_head: int, first: int, count: int, scratch: int) -> None:
         lines = scratch + lines_at
-        base = load_i64(work, w.KV) + layer * layer_bytes + kv_head * head_bytes
+        block_size: int = load_i64(work, w.BLOCK_SIZE)
+        block_bytes: int = load_i64(work, w.BLOCK_BYTES)
+        base = load_i64(work, w.KV) + layer * load_i64(work, w.LAYER_BYTES) + kv_head * load_i64(work, w.HEAD_BYTES)
         table = load_i64(work, w.TABLES) + 4 * sequence * load_i64(work, w.TABLE_STRIDE)
         block, place = first // block_size, first % block_size
         address = base + load_i32(table, block) * block_bytes + place * line_bytes

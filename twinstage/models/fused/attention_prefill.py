@@ -75,7 +75,7 @@ def build_prefill(shape: AttentionShape) -> Any:
         for tile in range(seen_from // TILE, (end + TILE - 1) // TILE):
             count = min(TILE, end - tile * TILE)
             find_lines(work, layer, sequence, kv_head, tile * TILE, count, scratch)
-            unpack(scratch, count)
+            unpack(scratch, count, load_i64(work, w.VALUES_OFFSET))
             for group in range(groups):
                 state = scratch + states + group * _STATE
                 last = min(GROUP, num_rows - group * GROUP) - 1
@@ -92,7 +92,7 @@ def build_prefill(shape: AttentionShape) -> Any:
 def _build_begin(shape: AttentionShape) -> Any:
     """Transpose and scale the queries of a group; positions that its rows see; an empty state."""
     gather = make_gather_transposed(dtype="float32")
-    plan, head_dim, rows_per_token = ScratchPlan(shape), shape.layout.head_dim, shape.rows_per_token
+    plan, head_dim, rows_per_token = ScratchPlan(shape), shape.head_dim, shape.rows_per_token
     row_lines, queries_at, sums_at, states = plan.row_lines, plan.queries, plan.sums, plan.states
 
     @kernel
@@ -134,12 +134,12 @@ def _build_begin(shape: AttentionShape) -> Any:
 
 def _build_unpack(shape: AttentionShape) -> Any:
     """Keys and values of a tile as float32 `[count][head_dim]` in scratch."""
-    load_kv = LOAD[shape.layout.dtype]
-    plan, head_dim, value_bytes = ScratchPlan(shape), shape.layout.head_dim, shape.value_bytes
-    lines_at, keys_at, values_at, values_offset = plan.lines, plan.keys, plan.values, shape.values_offset
+    load_kv = LOAD[shape.dtype]
+    plan, head_dim, value_bytes = ScratchPlan(shape), shape.head_dim, shape.value_bytes
+    lines_at, keys_at, values_at = plan.lines, plan.keys, plan.values
 
     @kernel
-    def unpack(scratch: int, count: int) -> None:
+    def unpack(scratch: int, count: int, values_offset: int) -> None:
         for index in range(count):
             line: int = load_i64(scratch + lines_at, index)
             place = scratch + index * 4 * head_dim
@@ -154,7 +154,7 @@ def _build_tile(shape: AttentionShape) -> Any:
     """One tile of keys for one group."""
     product = make_product(rows=_PANEL_ROWS, vectors=_PANEL_VECTORS)
     softmax = _build_softmax(shape)
-    plan, head_dim = ScratchPlan(shape), shape.layout.head_dim
+    plan, head_dim = ScratchPlan(shape), shape.head_dim
     queries_at, sums_at, states = plan.queries, plan.sums, plan.states
     keys_at, values_at, scores_at, panel_at = plan.keys, plan.values, plan.scores, plan.panel
 
@@ -235,7 +235,7 @@ def _build_softmax(shape: AttentionShape) -> Any:
 def _build_end(shape: AttentionShape) -> Any:
     """Divide by the sums of weights and write the rows of a group back in their order."""
     scatter = make_scatter_transposed()
-    plan, head_dim, rows_per_token = ScratchPlan(shape), shape.layout.head_dim, shape.rows_per_token
+    plan, head_dim, rows_per_token = ScratchPlan(shape), shape.head_dim, shape.rows_per_token
     row_lines, sums_at, states, spare = plan.row_lines, plan.sums, plan.states, plan.panel
     token_bytes = 4 * shape.num_heads * head_dim
 

@@ -1,4 +1,4 @@
-"""What the attention kernels of one step work on: an int64 table, `HEADER` entries and then the items.
+"""What the attention kernels of one step work on: an int64 table of sizes and addresses, and items.
 
 An item is a piece of work that one thread does alone. Threads take items from a counter, one per layer, so a slow
 thread takes fewer; what an item computes does not depend on who takes it.
@@ -22,9 +22,10 @@ MAX_DECODE_ROWS = 16  # a chunk with no more rows (tokens * heads per KV head) i
 SPLIT_BELOW = 4  # fewer pairs (sequence, KV head) per thread than that: contexts are split
 
 # Indices of the header.
-KV, TABLES, TABLE_STRIDE, STARTS, CONTEXTS, NUM_SEQUENCES, NUM_THREADS = range(7)
-SCRATCH, SCRATCH_BYTES, COUNTERS, PENDING, PARTIALS, NUM_ITEMS = range(7, 13)
-HEADER = 16
+KV, BLOCK_SIZE, BLOCK_BYTES, HEAD_BYTES, VALUES_OFFSET, LAYER_BYTES, NUM_LAYERS = range(7)
+TABLES, TABLE_STRIDE, STARTS, CONTEXTS, NUM_SEQUENCES, NUM_THREADS = range(7, 13)
+SCRATCH, SCRATCH_BYTES, COUNTERS, PENDING, PARTIALS, ITEMS, NUM_ITEMS = range(13, 20)
+HEADER = 20
 
 # Fields of an item.
 SEQUENCE, KV_HEAD, FIRST_ROW, NUM_ROWS, FIRST_TILE, END_TILE, PAIR, PARTIAL = range(8)
@@ -37,31 +38,19 @@ PREFILL = -2  # PARTIAL of a prefill item
 class AttentionShape:
     """What is fixed when the kernels are compiled."""
 
-    layout: KvLayout
     num_heads: int
+    num_kv_heads: int
+    head_dim: int  # a multiple of 16
+    dtype: str  # of keys and values
 
     @property
     def rows_per_token(self) -> int:
         """Query heads that share a KV head."""
-        return self.num_heads // self.layout.num_kv_heads
+        return self.num_heads // self.num_kv_heads
 
     @property
     def value_bytes(self) -> int:
-        return DTYPE_BYTES[self.layout.dtype]
-
-    @property
-    def head_bytes(self) -> int:
-        """Keys (or values) of one head in one block."""
-        return self.layout.block_size * self.layout.head_dim * self.value_bytes
-
-    @property
-    def values_offset(self) -> int:
-        """Bytes from a key to its value."""
-        return self.layout.num_kv_heads * self.head_bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        return 2 * self.values_offset
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def decode_panel(self) -> int:
@@ -81,7 +70,7 @@ class AttentionShape:
     @property
     def partial_bytes(self) -> int:
         """What one tile leaves behind when a context is split: highest score, sum and weighted values of each row."""
-        return self.max_decode_tokens * self.padded_rows * (2 * target().lanes + self.layout.head_dim) * 4
+        return self.max_decode_tokens * self.padded_rows * (2 * target().lanes + self.head_dim) * 4
 
     @property
     def scratch_bytes(self) -> int:
@@ -93,7 +82,7 @@ class ScratchPlan:
     """Byte offsets in the scratch of a thread; every part begins at a multiple of 64."""
 
     def __init__(self, shape: AttentionShape) -> None:
-        lanes, head_dim = target().lanes, shape.layout.head_dim
+        lanes, head_dim = target().lanes, shape.head_dim
         self.size = 0
         self.lines = self._take(8 * (TILE + 2 * lanes))  # addresses of the keys of a tile
         self.row_lines = self._take(8 * GROUP)  # addresses of the rows of a group
@@ -120,66 +109,81 @@ class ScratchPlan:
 
 
 class AttentionWork:
-    """The table and the memory it points to, for steps of at most `max_tokens` tokens of `max_sequences` sequences.
+    """The table of a model with KV of `layout`, and the memory it points to, which grows with the steps.
 
-    `kv_address` is where the blocks begin. Fill it for a step by `begin`; then `plan` and `attention` of `attention.py`
-    get `address`.
+    Fill it for a step by `begin`; `plan` and `attention` of `attention.py` get `address`, which stays.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        *,
-        kv_address: int,
-        max_sequences: int,
-        max_tokens: int,
-        max_model_len: int,
-        num_threads: int,
-    ) -> None:
-        self._layout = layout = shape.layout
-        max_tiles = blocks_for(max_model_len, block_size=TILE)
-        pairs = max_sequences * layout.num_kv_heads
-        split_tiles = min(pairs, SPLIT_BELOW * num_threads) * max_tiles
-        groups = blocks_for(max_tokens * shape.rows_per_token, block_size=GROUP) + max_sequences
-        max_items = groups * layout.num_kv_heads + pairs + split_tiles
-        self._table = np.zeros(HEADER + ITEM * max_items, dtype=np.int64)
-        self._starts = np.zeros(max_sequences + 1, dtype=np.int64)
-        self._contexts = np.zeros(max_sequences, dtype=np.int64)
-        self._block_tables = np.zeros((max_sequences, layout.blocks_for(max_model_len)), dtype=np.int32)
-        self._counters = np.zeros(layout.num_layers, dtype=np.int64)
-        self._pending = np.zeros(2 * max(1, SPLIT_BELOW * num_threads), dtype=np.int64)
-        self._partials = _aligned(split_tiles * shape.partial_bytes)
-        scratch_bytes = shape.scratch_bytes
-        self._scratch = _aligned(num_threads * scratch_bytes)
-        table = self._table
-        table[KV], table[NUM_THREADS], table[SCRATCH_BYTES] = kv_address, num_threads, scratch_bytes
-        table[TABLE_STRIDE] = self._block_tables.shape[1]
-        for index, array in (
-            (TABLES, self._block_tables),
-            (STARTS, self._starts),
-            (CONTEXTS, self._contexts),
-            (COUNTERS, self._counters),
-            (PENDING, self._pending),
-            (PARTIALS, self._partials),
-            (SCRATCH, self._scratch),
-        ):
-            table[index] = array.ctypes.data
+    def __init__(self, shape: AttentionShape, *, num_threads: int) -> None:
+        self._shape = shape
+        self._num_threads = num_threads
+        self._table = np.zeros(HEADER, dtype=np.int64)
+        self._sequences = self._tokens = self._positions = 0  # what there is room for
+        self._layout: KvLayout | None = None
+        self._scratch = _aligned(num_threads * shape.scratch_bytes)
+        self._table[NUM_THREADS], self._table[SCRATCH_BYTES] = num_threads, shape.scratch_bytes
+        self._table[SCRATCH] = self._scratch.ctypes.data
 
     @property
     def address(self) -> int:
         """Where the table begins."""
         return int(self._table.ctypes.data)
 
-    def begin(self, chunks: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    def begin(self, chunks: Sequence[tuple[int, int, Sequence[int]]], *, layout: KvLayout, kv_address: int) -> None:
         """Name the sequences of a step: the tokens of each in this step, those in KV with these, and its blocks."""
+        tokens = sum(length for length, _, _ in chunks)
+        positions = max((context for _, context, _ in chunks), default=0)
+        if layout is not self._layout:
+            self._describe(layout)
+        if len(chunks) > self._sequences or tokens > self._tokens or positions > self._positions:
+            self._make_room(len(chunks), tokens, positions, layout)
         start = 0
         for index, (length, context, block_ids) in enumerate(chunks):
             self._contexts[index] = context
             start += length
             self._starts[index + 1] = start
-            used = self._layout.blocks_for(context)
+            used = layout.blocks_for(context)
             self._block_tables[index, :used] = block_ids[:used]
-        self._table[NUM_SEQUENCES] = len(chunks)
+        self._table[KV], self._table[NUM_SEQUENCES] = kv_address, len(chunks)
+
+    def _describe(self, layout: KvLayout) -> None:
+        head_bytes = layout.block_size * layout.head_dim * self._shape.value_bytes
+        values_offset = layout.num_kv_heads * head_bytes
+        table = self._table
+        table[BLOCK_SIZE], table[BLOCK_BYTES], table[NUM_LAYERS] = (
+            layout.block_size,
+            layout.block_bytes,
+            layout.num_layers,
+        )
+        table[HEAD_BYTES], table[VALUES_OFFSET], table[LAYER_BYTES] = head_bytes, values_offset, 2 * values_offset
+        self._layout, self._sequences = layout, 0
+
+    def _make_room(self, sequences: int, tokens: int, positions: int, layout: KvLayout) -> None:
+        """Room for steps of that size, and for somewhat larger ones."""
+        self._sequences, self._tokens = max(self._sequences, 2 * sequences), max(self._tokens, tokens)
+        self._positions = max(self._positions, blocks_for(positions, block_size=4 * TILE) * 4 * TILE)
+        shape, few = self._shape, SPLIT_BELOW * self._num_threads
+        pairs = self._sequences * shape.num_kv_heads
+        split_tiles = min(pairs, few) * blocks_for(self._positions, block_size=TILE)
+        groups = blocks_for(self._tokens * shape.rows_per_token, block_size=GROUP) + self._sequences
+        self._items = np.zeros((groups * shape.num_kv_heads + pairs + split_tiles, ITEM), dtype=np.int64)
+        self._starts = np.zeros(self._sequences + 1, dtype=np.int64)
+        self._contexts = np.zeros(self._sequences, dtype=np.int64)
+        self._block_tables = np.zeros((self._sequences, layout.blocks_for(self._positions)), dtype=np.int32)
+        self._counters = np.zeros(layout.num_layers, dtype=np.int64)
+        self._pending = np.zeros(2 * pairs, dtype=np.int64)
+        self._partials = _aligned(split_tiles * shape.partial_bytes)
+        self._table[TABLE_STRIDE] = self._block_tables.shape[1]
+        for index, array in (
+            (ITEMS, self._items),
+            (TABLES, self._block_tables),
+            (STARTS, self._starts),
+            (CONTEXTS, self._contexts),
+            (COUNTERS, self._counters),
+            (PENDING, self._pending),
+            (PARTIALS, self._partials),
+        ):
+            self._table[index] = array.ctypes.data
 
 
 def _aligned(count: int) -> npt.NDArray[np.uint8]:
