@@ -10,6 +10,7 @@ import pytest
 from numba import njit, types
 
 from twinstage.models.fused.affine import GROUP, AffineWeights, pack_affine, unpack_affine
+from twinstage.models.fused.embed_affine import embed_rows_affine
 from twinstage.models.fused.linear_vnni import linear_vnni, scratch_bytes
 from twinstage.models.fused.target import target
 from twinstage.models.fused.tiles_vnni import PANEL
@@ -135,3 +136,18 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     found = _linear(x, packed)
     assert np.isnan(found[1:3, :OUTPUTS]).all()
     np.testing.assert_array_equal(found[[0, 3]], clean[[0, 3]])
+
+
+def test_an_embedding_is_a_row_of_the_weights() -> None:
+    packed, token_ids = pack_affine(_weight(), panel=PANEL), np.array([OUTPUTS - 1, 0, PANEL, 7], np.int32)
+    unit, hidden = np.array([packed.unit], np.float32), np.zeros((4, K + 3), np.float32)
+
+    @njit(types.void(*[types.int64] * 5))
+    def embed(token_ids, table, unit, hidden, end):  # type: ignore[no-untyped-def]
+        embed_rows_affine(token_ids, table, unit, K, hidden, K + 3, 1, end)
+
+    embed(token_ids.ctypes.data, packed.stream.ctypes.data, unit.ctypes.data, hidden.ctypes.data, 4)
+    expected = unpack_affine(packed, panel=PANEL, outputs=OUTPUTS)[token_ids]
+    expected[0] = 0  # not asked for
+    np.testing.assert_array_equal(hidden[:, :K], expected)
+    assert not hidden[:, K:].any()
