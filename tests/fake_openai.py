@@ -26,7 +26,7 @@ class FakeOpenAi:
         self.is_chunked = True
         self._tokens_per_event = tokens_per_event
         self._lists_ids = lists_ids
-        self._has_tokenize = has_tokenize
+        self.tokenize_path = "/tokenize" if has_tokenize else ""
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -61,7 +61,7 @@ class FakeOpenAi:
                 return 200, {"data": [self.model]}
             case "GET", "/props" if self.slot_context is not None:
                 return 200, {"default_generation_settings": {"n_ctx": self.slot_context}}
-            case "POST", "/tokenize" if self._has_tokenize:
+            case "POST", self.tokenize_path:
                 return 200, {"tokens": [1, *range(len(body["content"].split()))]}
         return 404, {"error": {"message": "no such path", "type": "not_found"}}
 

@@ -304,8 +304,10 @@ async def test_both_protocols_send_the_same_prompts() -> None:
     assert [request["prompt"] for request in server.requests] == sent
 
 
-async def test_openai_texts() -> None:
+@pytest.mark.parametrize("path", ["/tokenize", "/extras/tokenize"])
+async def test_openai_texts(path: str) -> None:
     async with FakeOpenAi() as server:
+        server.tokenize_path = path
         result = await run_load(openai_options(server, prompt_form=PromptForm.TEXT, vocabulary_size=None))
         assert all(len(request["prompt"].split()) == 19 for request in server.requests)
     assert (result.requests.succeeded, result.requests.wrong_length) == (6, 0)

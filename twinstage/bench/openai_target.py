@@ -13,6 +13,7 @@ from twinstage.errors import ConfigError, DeadlineExceeded, Unavailable
 
 _ADMIN_TIMEOUT_S = 30.0
 _DONE = b"[DONE]"
+_TOKENIZE_PATHS = ("/tokenize", "/extras/tokenize")
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
@@ -49,16 +50,17 @@ class OpenAiTarget:
         )
 
     async def count_tokens(self, text: str, model: str) -> int:
-        """By /tokenize, which takes the text as `prompt` (vLLM) or as `content` (llama.cpp)."""
-        request = {"model": model, "prompt": text, "content": text, "add_special": True, "add_special_tokens": True}
-        status, answer = await self._ask("POST", "/tokenize", request)
-        tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if status != 200 or not isinstance(tokens, list):
-            raise ConfigError(
-                f"{self._address} has no /tokenize (status {status}), so no text of an exact length can be made; "
-                "send token ids instead: --prompt-form ids --vocabulary-size N"
-            )
-        return len(tokens)
+        """By /tokenize with the text as `prompt` (vLLM) or `content` (llama.cpp), or llama-cpp-python's path."""
+        request = {"model": model, "prompt": text, "content": text, "input": text, "add_special": True}
+        for path in _TOKENIZE_PATHS:
+            status, answer = await self._ask("POST", path, request)
+            tokens = answer.get("tokens") if isinstance(answer, dict) else None
+            if status == 200 and isinstance(tokens, list):
+                return len(tokens)
+        raise ConfigError(
+            f"{self._address} has no /tokenize (status {status}), so no text of an exact length can be made; "
+            "send token ids instead: --prompt-form ids --vocabulary-size N"
+        )
 
     async def send(self, request: LoadRequest, sink: TokenSink) -> Answer:
         body = json.dumps(_completion(request)).encode()
