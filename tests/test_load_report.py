@@ -219,7 +219,7 @@ def test_the_report_is_one_whole_page_in_which_nothing_is_markup_but_its_own(lev
     assert page.references == []
     assert "url(" not in html
     assert "@import" not in html
-    assert page.tags.count("svg") == 6 * len(levels) + (4 if len(levels) > 1 else 0)
+    assert page.tags.count("svg") == 6 * len(levels) + (5 if len(levels) > 1 else 0)
     text = "".join(page.text)
     assert f"Load test of {HOSTILE}" in text
     assert f"server: {HOSTILE}" in text

@@ -185,7 +185,7 @@ async def test_failures_are_counted_by_code_and_reason() -> None:
 async def test_a_deadline_is_an_error_of_the_request() -> None:
     async with routed() as served:
         served.cluster.prefill[0].script.stall("first_token")
-        result = await run_load(served.options(concurrency=1, requests=2, timeout_s=0.5))
+        result = await run_load(served.options(concurrency=1, requests=2, timeout_s=1.5))
     assert [(error.code, error.count) for error in result.errors] == [("DEADLINE_EXCEEDED", 1)]
     assert result.requests.succeeded == 1
 

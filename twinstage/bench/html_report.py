@@ -92,8 +92,18 @@ def _sweep_section(results: Sequence[LoadResult]) -> list[str]:
         chart("Time to first token", "ms", _percentile_lines([result.ttft for result in results])),
         chart("Inter-token gap", "ms", _percentile_lines([result.itl for result in results])),
         _trade_off(results, levels),
+        chart(
+            "Requests that kept the SLO",
+            "%",
+            {"good": [result.goodput.share * 100 if result.goodput else None for result in results]},
+        ),
     ]
-    return ["<h2>Levels</h2>", _table(SWEEP_TITLES, map(sweep_row, results)), _charts(charts)]
+    warnings = [
+        f'<p class="warning">{escape(result.label)}: {escape(warning)}</p>'
+        for result in results
+        for warning in result.warnings
+    ]
+    return ["<h2>Levels</h2>", *warnings, _table(SWEEP_TITLES, map(sweep_row, results)), _charts(charts)]
 
 
 def _run_section(result: LoadResult, *, is_folded: bool) -> list[str]:
@@ -159,7 +169,9 @@ def _trade_off(results: Sequence[LoadResult], levels: Sequence[str]) -> str:
         for result, level in zip(results, levels, strict=True)
         if result.itl is not None
     ]
-    axes = Axes(title="Throughput over latency", x_label="inter-token gap p50, ms", y_label="output tokens/s")
+    axes = Axes(
+        title="Throughput over latency", x_label="inter-token gap p50, ms", y_label="output tokens/s", from_zero=True
+    )
     return line_chart(axes, [Series("levels", [(x, y) for x, y, _ in points], [level for _, _, level in points])])
 
 

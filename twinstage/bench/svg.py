@@ -33,12 +33,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the axes are called. With `categories`, x counts them from 0."""
+    """What the axes are called. With `categories`, x counts them from 0; `from_zero` begins the x axis at 0."""
 
     title: str
     x_label: str
     y_label: str
     categories: Sequence[str] = ()
+    from_zero: bool = False
 
 
 def line_chart(axes: Axes, series: Sequence[Series]) -> str:
@@ -47,7 +48,7 @@ def line_chart(axes: Axes, series: Sequence[Series]) -> str:
     if not known:
         return ""
     scale = _Scale(
-        x_low=0.0 if axes.categories else min(x for x, _ in known),
+        x_low=0.0 if axes.categories or axes.from_zero else min(x for x, _ in known),
         x_high=float(max(len(axes.categories) - 1, 1)) if axes.categories else max(x for x, _ in known),
         y_high=max(y for _, y in known),
     )
