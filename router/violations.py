@@ -45,6 +45,8 @@ class Violations:
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Every id is in the vocabulary."""
+        if max(token_ids, default=0) < vocab_size:  # as good as always, and a tenth of the time for a long prompt
+            return
         unknown = (index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
         for index in islice(unknown, MAX_LISTED_PER_FIELD):
             self.add(f"{field}[{index}]", f"must be below the vocabulary's size {vocab_size}, is {token_ids[index]}")

@@ -79,7 +79,7 @@ def reference_weights(logits: list[float], sequence: Sequence) -> list[float]:
         if reached >= sampling.top_p * total - 1e-12:
             break
     kept = nucleus if sampling.top_p < 1 else best_first
-    kept = [token_id for token_id in kept if weights[token_id] >= sampling.min_p * weights[best_first[0]]]
+    kept = {token_id for token_id in kept if weights[token_id] >= sampling.min_p * weights[best_first[0]]}
     return [weight if token_id in kept else 0.0 for token_id, weight in enumerate(weights)]
 
 
@@ -191,26 +191,35 @@ def test_ties_among_many_tokens() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 @pytest.mark.parametrize(
     "filters",
-    [{}, {"top_k": 40}, {"top_p": 0.95}, {"top_p": 0.999}, {"top_k": 300, "top_p": 0.9}, {"min_p": 0.02}, {"top_k": 1}],
+    [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.95},
+        {"top_p": 0.999},
+        {"top_p": 0.3},
+        {"top_p": 0.9, "min_p": 0.01},
+        {"top_k": 300, "top_p": 0.9},
+        {"min_p": 0.02},
+    ],
     ids=str,
 )
 def test_rows_of_a_large_vocabulary_equal_the_reference(filters: dict[str, Any], temperature: float) -> None:
     """Rows are long enough for every shortcut: groups, pieces, a nucleus beyond the first try; 9001 divides evenly
     by none of their sizes.
     """
-    rows = np.random.default_rng(11).normal(scale=2.0, size=(12, 9001)).astype(np.float32)
-    sequences = [make_sequence(seed=seed, temperature=temperature, **filters) for seed in range(12)]
+    rows = np.random.default_rng(11).normal(scale=2.0, size=(6, 9001)).astype(np.float32)
+    sequences = [make_sequence(seed=seed, temperature=temperature, **filters) for seed in range(6)]
     tokens = Sampler().sample(rows, sequences)
     compared = 0
     for row, sequence, token in zip(rows, sequences, tokens, strict=True):
         weights = reference_weights(row.tolist(), sequence)
         uniform = random_uniform(sequence.spec.sampling, position=0)
         expected, margin = reference_draw(weights, uniform)
-        if margin > 1e-5 * sum(weights):
+        if margin > 1e-6 * sum(weights):
             assert not isinstance(token, ComputeFailed)
             assert token.token_id == expected
             compared += 1
-    assert compared >= 6
+    assert compared >= 5
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 400), st.sampled_from([1, 3, 40]))
@@ -260,6 +269,14 @@ def test_a_nucleus_larger_than_the_first_try() -> None:
     drawn = {sample(logits, make_sequence(seed=seed, top_p=0.5)).token_id for seed in range(400)}
     assert max(drawn) < 1000
     assert max(drawn) > 800
+
+
+def test_ties_at_the_border_of_a_wide_nucleus_go_to_the_lower_ids() -> None:
+    """2000 equal tokens weigh as much as one that is as likely as all of them; three quarters take half of them."""
+    logits = [0.0] * 2000 + [math.log(2000.0)]
+    drawn = {sample(logits, make_sequence(seed=seed, top_p=0.75)).token_id for seed in range(400)}
+    assert 2000 in drawn
+    assert 900 < max(drawn - {2000}) < 1001
 
 
 def test_top_p_keeps_at_least_the_best() -> None:

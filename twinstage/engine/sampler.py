@@ -33,7 +33,9 @@ Ids = NDArray[np.int64]  # [count], token ids
 _RANDOM_KEY = struct.Struct("<QIQ")  # seed, choice index, position
 _UINT64_MASK = (1 << 64) - 1
 _FIRST_NUCLEUS_TRY = 256  # most likely tokens to sort first; nearly always they hold the whole nucleus
-_NUCLEUS_GROWTH = 8
+_NUM_BANDS = 1024  # of weights that are alike, where they do not: 32 to each power of two, the rest in the last
+_BITS_BELOW_BAND = 23 - 5  # of a float32's mantissa
+_BITS_OF_ONE = np.int32(np.float32(1.0).view(np.int32))
 _LEAST = float(np.finfo(np.float32).min)
 _PIECE = 256  # tokens that a draw from a whole row adds up before it looks at single ones
 _GROUPS_PER_WANTED = 4  # groups of tokens, for each wanted one, whose greatest values bound the wanted ones from below
@@ -74,20 +76,24 @@ class Sampler:
     def _draw_from(self, values: Row, peak: float, sampling: SamplingParameters, uniform: float) -> int:
         """Filter and draw. Weights are relative to the most likely token, whose value is `peak`."""
         kept = _best_ids(values, sampling.top_k) if 0 < sampling.top_k < len(values) else None
-        if sampling.top_p < 1.0:
+        if kept is not None and sampling.top_p < 1.0:
+            weights = _weights_of(values[kept], peak, sampling.temperature)
+            kept = kept[: _nucleus_size(np.cumsum(weights), sampling.top_p * float(weights.sum()))]
+        elif kept is None and sampling.top_p < 1.0:
+            row = self._weights(values, peak, sampling.temperature)
+            wanted = sampling.top_p * float(row.sum())
+            kept = _small_nucleus(values, row, wanted)
             if kept is None:
-                kept = _nucleus(values, self._weights(values, peak, sampling.temperature), sampling.top_p)
-            else:
-                weights = _weights_of(values[kept], peak, sampling.temperature)
-                kept = kept[: _nucleus_size(np.cumsum(weights), sampling.top_p * float(weights.sum()))]
-        if sampling.min_p > 0.0:
-            kept = _likely_ids(values, peak, sampling) if kept is None else kept  # the exact filter follows
+                _drop_unlikely(row, wanted)
+                row[row < sampling.min_p] = 0.0
+                return _draw(row, uniform)
+        elif kept is None and sampling.min_p > 0.0:
+            kept = _likely_ids(values, peak, sampling)
         if kept is None:
             return _draw(self._weights(values, peak, sampling.temperature), uniform)
         kept = np.sort(kept)
         weights = _weights_of(values[kept], peak, sampling.temperature)
-        if sampling.min_p > 0.0:
-            weights[weights < sampling.min_p] = 0.0
+        weights[weights < sampling.min_p] = 0.0
         return int(kept[_draw(weights, uniform)])
 
     def _weights(self, values: Row, peak: float, temperature: float) -> Row:
@@ -190,16 +196,29 @@ def _bound(values: Row, count: int) -> np.float32:
     return bound
 
 
-def _nucleus(values: Row, weights: Row, top_p: float) -> Ids:
-    """The fewest most likely tokens that reach the share `top_p` of the total weight, most likely first."""
-    wanted = top_p * float(weights.sum())
-    count = min(_FIRST_NUCLEUS_TRY, len(values))
-    while True:
-        best = _best_ids(values, count)
-        cumulative = np.cumsum(weights[best], dtype=np.float64)
-        if cumulative[-1] >= wanted or count == len(values):
-            return best[: _nucleus_size(cumulative, wanted)]
-        count = min(_NUCLEUS_GROWTH * count, len(values))
+def _small_nucleus(values: Row, weights: Row, wanted: float) -> Ids | None:
+    """The fewest most likely tokens that reach the weight `wanted`, most likely first; None when they are many."""
+    best = _best_ids(values, _FIRST_NUCLEUS_TRY)
+    cumulative = np.cumsum(weights[best], dtype=np.float64)
+    if cumulative[-1] < wanted and len(best) < len(values):
+        return None
+    return best[: _nucleus_size(cumulative, wanted)]
+
+
+def _drop_unlikely(weights: Row, wanted: float) -> None:
+    """Set to 0 all weights but the fewest greatest that reach `wanted`, equal ones by id.
+
+    Instead of all tokens, only those of the band of like weights in which the nucleus ends are sorted.
+    """
+    # The bits of positive floats order as they do: exponent and leading bits of the mantissa make the band.
+    bands = np.minimum((_BITS_OF_ONE - weights.view(np.int32)) >> _BITS_BELOW_BAND, _NUM_BANDS - 1)
+    reached = np.cumsum(np.bincount(bands, weights=weights, minlength=_NUM_BANDS))
+    last = min(int(np.searchsorted(reached, wanted)), _NUM_BANDS - 1)
+    level = np.flatnonzero(bands == last)
+    level = level[np.argsort(-weights[level], kind="stable")]
+    cumulative = np.cumsum(weights[level], dtype=np.float64) + (reached[last - 1] if last else 0.0)
+    weights[bands > last] = 0.0
+    weights[level[_nucleus_size(cumulative, wanted) :]] = 0.0
 
 
 def _nucleus_size(cumulative: Weights, wanted: float) -> int:
