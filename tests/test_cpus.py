@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.config import DecodeSettings
-from twinstage.cpus import format_cpus, parse_cpus, share_out
+from twinstage.cpus import by_core, format_cpus, parse_cpus, share_out
 from twinstage.errors import ConfigError
 from twinstage.rpc.worker_process import SWITCH_INTERVAL_S
 from twinstage.settings import read_settings
@@ -79,6 +79,19 @@ def test_shares_are_even_neighbours_that_leave_nothing(cpus: set[int], num_share
     sizes = [len(share) for share in shares]
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_hardware_threads_of_a_core_stay_together(tmp_path: Path) -> None:
+    """Two sockets of two cores with two threads each, numbered as Linux does: first threads first."""
+    for cpu in range(8):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 4 // 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    ordered = by_core(range(8), sysfs=tmp_path)
+    assert ordered == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert share_out(ordered, 4) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert by_core([3, 1, 2], sysfs=tmp_path / "nowhere") == (1, 2, 3)
 
 
 def test_a_worker_stays_on_its_cpus_with_every_thread() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from twinstage.errors import ConfigError
 
@@ -33,13 +34,29 @@ def format_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def by_core(cpus: Iterable[int], *, sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
+    """`cpus` in the order of sockets and cores, so that the hardware threads of one core are neighbours.
+
+    Their numbers often are not: with four cores, 0 and 4 may be one. A CPU of which the kernel tells nothing is a core of its own.
+    """
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        topology = sysfs / f"cpu{cpu}" / "topology"
+        try:
+            socket, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            return 0, cpu, cpu
+        return socket, core, cpu
+
+    return tuple(sorted(cpus, key=place))
+
+
 def share_out(cpus: Sequence[int], num_shares: int) -> list[tuple[int, ...]] | None:
-    """Neighbouring CPUs for each of `num_shares` processes, as evenly as it goes; None when there are too few."""
+    """Consecutive `cpus` for each of `num_shares` processes, as evenly as it goes; None when there are too few."""
     if num_shares < 1 or len(cpus) < num_shares:
         return None
-    ordered = sorted(cpus)
-    borders = [len(ordered) * share // num_shares for share in range(num_shares + 1)]
-    return [tuple(ordered[first:last]) for first, last in itertools.pairwise(borders)]
+    borders = [len(cpus) * share // num_shares for share in range(num_shares + 1)]
+    return [tuple(cpus[first:last]) for first, last in itertools.pairwise(borders)]
 
 
 def bind_process(cpus: Iterable[int]) -> None:

@@ -25,7 +25,7 @@ from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
-from twinstage.cpus import format_cpus, share_out
+from twinstage.cpus import by_core, format_cpus, share_out
 from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
 from twinstage.types import Role, Task
 
@@ -227,7 +227,7 @@ class Cluster:
         """What each worker is told of threads and CPUs, in the order in which they start."""
         cpus, num_workers = os.sched_getaffinity(0), self._num_workers()
         threads = self.config.threads or max(1, len(cpus) // num_workers)
-        shares = share_out(tuple(cpus), num_workers) if self.config.pin_cpus and self.config.threads is None else None
+        shares = share_out(by_core(cpus), num_workers) if self.config.pin_cpus and self.config.threads is None else None
         if shares is None:
             return [["--threads", str(threads)]] * num_workers
         return [["--threads", str(len(share)), "--cpus", format_cpus(share)] for share in shares]
