@@ -1,6 +1,8 @@
 # make demo     a real model answers through three processes
 # make test     all tests
 # make check    linters, types, import boundaries, protos
+# make bench    every row of bench/RESULTS.md, with the peers, which it installs first (about 40 minutes on two cores)
+# make bench-quick   the same for Twinstage alone, in less than five minutes
 # make protos   regenerate twinstage/v1 and twinstage/worker/v1 from protos/
 # make clean    remove .venv and caches of tools
 
@@ -14,7 +16,7 @@ TEST_PROCESSES ?= 2
 # Plain `make` says what there is.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test check protos clean
+.PHONY: help demo test check bench bench-quick protos clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -52,6 +54,12 @@ check: $(VENV)/.development
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+
+bench: $(VENV)/.models
+	$(BIN)/python -m bench $(BENCH_ARGUMENTS)
+
+bench-quick: $(VENV)/.models
+	$(BIN)/python -m bench --quick --no-peers $(BENCH_ARGUMENTS)
 
 protos: $(VENV)/.development
 	$(BIN)/python protos/generate.py

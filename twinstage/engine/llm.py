@@ -96,14 +96,14 @@ class LLM:
         if num_blocks < 1:
             raise ConfigError(f"kv_cache_bytes must be at least {self._layout.block_bytes}, the size of one block")
         self.pool = BlockPool(num_blocks)
-        self._memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=self._layout.block_bytes)
+        self.memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=self._layout.block_bytes)
         config = EngineConfig(
             max_num_sequences=options.max_num_sequences,
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=self.max_model_len,
             block_size=options.block_size,
         )
-        self._core = EngineCore(ModelRunner(paged, KvStore(self._layout, self._memory)), self.pool, config)
+        self.core = EngineCore(ModelRunner(paged, KvStore(self._layout, self.memory)), self.pool, config)
         self._request_numbers = itertools.count()
 
     def generate(
@@ -128,17 +128,17 @@ class LLM:
             jobs[spec.request_id] = _Job(spec, TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens))
         try:
             for job in jobs.values():
-                self._core.add(job.spec)
-            while self._core.has_work:
-                self._deliver(self._core.step(), jobs)
+                self.core.add(job.spec)
+            while self.core.has_work:
+                self._deliver(self.core.step(), jobs)
         finally:
-            self._core.abort_all()
+            self.core.abort_all()
         return [job.result() for job in jobs.values()]
 
     def close(self) -> None:
         """Check the pool's books and give the KV memory back. Idempotent. Raises IntegrityError when a block leaked."""
         self.pool.check_integrity()
-        self._memory.close()
+        self.memory.close()
         if self.pool.num_free != self.pool.num_blocks:
             raise IntegrityError(f"{self.pool.num_blocks - self.pool.num_free} KV blocks are still in use")
 
@@ -178,7 +178,7 @@ class LLM:
             job = jobs[chunk.request_id]
             job.take(job.stream.push(chunk))
             if job.finish is not None and chunk.finish is None:  # a stop string, which workers know nothing of
-                self._core.abort(chunk.request_id)
+                self.core.abort(chunk.request_id)
 
 
 class _Job:

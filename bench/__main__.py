@@ -1,0 +1,86 @@
+"""`python -m bench`: see `bench/__init__.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from bench.engines.launch import ROOT
+from bench.peers import PEERS, Peers, bench_home
+from bench.rows import ROW_NAMES, load_row
+from bench.session import Session
+
+ROUNDS, QUICK_ROUNDS = 5, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 when a row could not be measured."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for name in ROW_NAMES:
+            row = load_row(name)
+            print(f"{name:<16} {row.title} (at most {row.limit_s:.0f} s)")
+        return 0
+    session = _session(options)
+    if options.render:
+        print(session.render())
+        return 0
+    names = [name for name in options.rows or ROW_NAMES if not options.missing or not session.is_measured(name)]
+    if options.quick and not options.rows:
+        names = [name for name in names if load_row(name).quick]
+    if session.peers is not None:
+        session.peers.install(sorted(PEERS))
+        if options.install:
+            return 1 if session.peers.missing else 0
+    reports = session.run(names)
+    print(session.output / "RESULTS.md")
+    return 1 if any(report.result is None for report in reports) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument(
+        "rows", nargs="*", choices=[*ROW_NAMES, []], metavar="ROW", help="rows to measure; all by default"
+    )
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    parser.add_argument("--render", action="store_true", help="write table and plots again from the JSON files")
+    parser.add_argument("--install", action="store_true", help="only install the peers")
+    parser.add_argument("--missing", action="store_true", help="leave out rows that have a result already")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller cases")
+    parser.add_argument("--no-peers", action="store_true", help="measure Twinstage alone")
+    parser.add_argument(
+        "--peers-at", type=Path, metavar="DIR", help="the peers' virtual environments (DIR/llama, DIR/vllm)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help=f"how often to measure; {ROUNDS} by default, {QUICK_ROUNDS} when quick"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where results, plots and RESULTS.md go")
+    return parser
+
+
+def _session(options: argparse.Namespace) -> Session:
+    home = bench_home()
+    peers = None
+    if not options.no_peers:
+        peers = Peers(home=home, directory=options.peers_at or home / "peers", progress=_progress)
+    output = options.output or (ROOT / "build" / "bench-quick" if options.quick else ROOT / "bench")
+    return Session(
+        output=output,
+        home=home,
+        peers=peers,
+        quick=options.quick,
+        rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
+        progress=_progress,
+    )
+
+
+def _progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Starts engines by name, each as a process of its own, and ends them together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.engines.client import EngineProcess
+from bench.peers import Peers
+from bench.peers.install import PeerMissing
+
+ROOT = Path(__file__).resolve().parents[2]
+# How our own engine is measured; the first is what others are compared with.
+OWN_OPTIONS: tuple[dict[str, str], ...] = ({},)
+
+
+@dataclass(kw_only=True)
+class Engines:
+    """The engines of one row; all are ended when the scope is left. `threads` is what each computes with."""
+
+    peers: Peers | None
+    log_directory: Path
+    progress: Callable[[str], None]
+    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def start(self, name: str, **options: str) -> EngineProcess:
+        """Start `twinstage`, `transformers` or `llama`; options go to `twinstage`.
+
+        Raises EngineFailed when it does not start, PeerMissing when it is not there.
+        """
+        command = {"twinstage": self._twinstage, "transformers": self._transformers, "llama": self._llama}[name](
+            options
+        )
+        label = "-".join([name, *options.values()])
+        self.progress(f"starting {label}")
+        engine = EngineProcess(
+            command,
+            environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)},
+            log_path=self.log_directory / f"engine-{label}.log",
+        )
+        self._stack.callback(engine.close)
+        return engine
+
+    def _twinstage(self, options: Mapping[str, str]) -> list[str]:
+        values = [f"{name}={value}" for name, value in options.items()]
+        return [sys.executable, "-m", "bench.engines.twinstage", "demo", str(self.threads), *values]
+
+    def _transformers(self, _options: Mapping[str, str]) -> list[str]:
+        from twinstage.models.resolve import resolve_model
+
+        directory = resolve_model("demo", progress=self.progress).directory
+        return [sys.executable, "-m", "bench.engines.transformers", str(directory), str(self.threads)]
+
+    def _llama(self, _options: Mapping[str, str]) -> list[str]:
+        if self.peers is None:
+            raise PeerMissing("peers are not wanted")
+        model = self.peers.q8_0_model()
+        return [str(self.peers.python("llama")), "-m", "bench.engines.llama_cpp", str(model), str(self.threads)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()

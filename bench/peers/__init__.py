@@ -1,0 +1,78 @@
+"""The engines that Twinstage is compared with, each in a virtual environment of its own outside the repository.
+
+    $TWINSTAGE_BENCH_HOME (~/.cache/twinstage/bench)
+        peers/llama/     llama.cpp, built from source for this machine's CPU
+        peers/vllm/      vLLM's CPU build
+        models/          the demo model as Q8_0, for llama.cpp
+        logs/            what installing and running them printed
+
+Transformers is measured in the project's own environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.peers.install import PEERS, PeerMissing, install_peer, installed_version
+from bench.peers.models import prepare_q8_0
+
+__all__ = ["PEERS", "PeerMissing", "Peers", "bench_home"]
+
+
+def bench_home() -> Path:
+    """The folder of everything that outlives a run: $TWINSTAGE_BENCH_HOME, else ~/.cache/twinstage/bench."""
+    configured = os.environ.get("TWINSTAGE_BENCH_HOME")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "twinstage" / "bench"
+
+
+@dataclass(kw_only=True)
+class Peers:
+    """Where the peers are. `directory` has a virtual environment for each, by name."""
+
+    home: Path
+    directory: Path
+    progress: Callable[[str], None]
+    missing: dict[str, str] = field(default_factory=dict)  # why one cannot be measured
+
+    def install(self, names: Sequence[str]) -> None:
+        """Install those that are not there yet. One that cannot be installed is noted in `missing`."""
+        for name in names:
+            if installed_version(self.directory / name, PEERS[name]) is not None:
+                continue
+            try:
+                install_peer(
+                    PEERS[name],
+                    self.directory / name,
+                    log_path=self.log_path(f"install-{name}"),
+                    progress=self.progress,
+                )
+            except PeerMissing as error:
+                self.missing[name] = str(error)
+                self.progress(f"{name} cannot be measured: {error}")
+
+    def python(self, name: str) -> Path:
+        """The interpreter of a peer. Raises PeerMissing when it is not installed."""
+        if name in self.missing:
+            raise PeerMissing(self.missing[name])
+        if installed_version(self.directory / name, PEERS[name]) is None:
+            raise PeerMissing(f"{name} is not installed in {self.directory / name}")
+        return self.directory / name / "bin" / "python"
+
+    def version(self, name: str) -> str:
+        """Raises PeerMissing."""
+        self.python(name)
+        version = installed_version(self.directory / name, PEERS[name])
+        assert version is not None
+        return version
+
+    def q8_0_model(self) -> Path:
+        """The demo model for llama.cpp, made when it is not there yet. Raises PeerMissing."""
+        return prepare_q8_0(self.home / "models", python=self.python("llama"), log_path=self.log_path("quantize"))
+
+    def log_path(self, name: str) -> Path:
+        directory = self.home / "logs"
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / f"{name}.log"

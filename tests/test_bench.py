@@ -1,0 +1,173 @@
+"""The pure parts of `bench/`, and the pipe to its engines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.engines.client import EngineFailed, EngineProcess
+from bench.machine import LoadWatch, MachineLoad
+from bench.plots import Axis, draw
+from bench.results import (
+    Comparison,
+    Curve,
+    Measurement,
+    RowReport,
+    RowResult,
+    Series,
+    Target,
+    read_report,
+    write_report,
+)
+from bench.rows import ROW_NAMES, load_row
+from bench.session import RowTookTooLong, time_limit
+from bench.summary import gaps, percentile, ratios, summarize
+from bench.table import number, render
+
+RESULT = RowResult(
+    measurements=[
+        Measurement(case="8 tokens", engine="ours", quantity="speed", unit="tokens/s", values=[10.0, 30.0, 20.0]),
+        Measurement(case="8 tokens", engine="theirs", quantity="speed", unit="tokens/s", values=[10.0, 10.0, 16.0]),
+    ],
+    comparisons=[
+        Comparison(case="8 tokens", what="ours / theirs", values=[1.0, 3.0, 1.25], target=Target.at_least(1.3)),
+        Comparison(case="8 tokens", what="added", values=[1234.5], unit="ms", target=Target.at_most(2000)),
+        Comparison(case="8 tokens", what="untargeted", values=[7.0]),
+    ],
+    curves=[Curve(name="c", title="C < D", x_label="x", y_label="y", series=[Series(name="s", points=[(1.0, 2.0)])])],
+    notes=["a note"],
+    versions={"peer": "1.2"},
+)
+REPORT = RowReport(
+    row="prefill",
+    title="Speed",
+    quick=False,
+    started="2026-01-01T00:00:00+00:00",
+    seconds=12.0,
+    machine={"cpu": "A", "features": ["avx2"], "cores": 2, "memory_gib": 8.0, "kernel": "6", "python": "3.11"},
+    load={"load_average": 0.25, "remarks": ["other processes used 30% of the CPU time"]},
+    versions={"twinstage": "1", "peer": "1.2"},
+    result=RESULT,
+)
+
+
+def test_summary_and_ratios() -> None:
+    summary = summarize([3.0, 1.0, 10.0, 2.0])
+    assert (summary.median, summary.lowest, summary.highest, summary.count) == (2.5, 1.0, 10.0, 4)
+    assert ratios([2.0, 9.0], [4.0, 3.0]) == [0.5, 3.0]
+    assert gaps([1.0, 1.5, 3.0]) == [0.5, 1.5]
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile([1.0, 2.0], 1.0) == 2.0
+    for call in (
+        lambda: summarize([]),
+        lambda: summarize([float("nan")]),
+        lambda: ratios([1.0], []),
+        lambda: percentile([], 0),
+    ):
+        with pytest.raises(ValueError, match=r"cannot summarize|zip|no percentile"):
+            call()
+
+
+def test_a_report_survives_its_file(tmp_path: Path) -> None:
+    path = write_report(REPORT, tmp_path)
+    assert render([read_report(path)]) == render([REPORT])
+    assert '"met": false' in path.read_text()  # the median of the ratios is 1.25
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 0'))
+    with pytest.raises(ValueError, match="measure that row again"):
+        read_report(path)
+
+
+def test_the_page_says_what_was_met_and_what_disturbed() -> None:
+    failed = replace(REPORT, row="decode", title="Failed", result=None, error="EngineFailed: gone")
+    page = render([REPORT, failed])
+    assert "| prefill | 8 tokens | ours / theirs | 1.25 (1.00 .. 3.00) | >= 1.3 | no |" in page
+    assert "| prefill | 8 tokens | added | 1,234 ms | <= 2000 ms | yes |" in page
+    assert "| 8 tokens | untargeted | 7.00 |" in page
+    assert "| 8 tokens | 20.0 (10.0 .. 30.0) | 10.0 (10.0 .. 16.0) |" in page
+    assert "**not quiet**: other processes used 30%" in page
+    assert "**Not measured**: EngineFailed: gone" in page
+    assert [number(value) for value in (0, 0.00123, 0.0450, 1.234, 45.67, 98765.4)] == [
+        "0", "0.0012", "0.045", "1.23", "45.7", "98,765",
+    ]  # fmt: skip
+
+
+def test_a_plot_is_well_formed_and_in_its_frame() -> None:
+    curve = Curve(
+        name="c",
+        title="A & <B>",
+        x_label="x",
+        y_label="y",
+        series=[Series(name="s", points=[(128.0, 5.0), (512.0, 250.0), (2000.0, 90.0)])],
+        logarithmic=True,
+    )
+    drawing = ElementTree.fromstring(draw(curve))
+    assert "A & <B>" in "".join(drawing.itertext())
+    line = next(element for element in drawing.iter() if element.tag.endswith("polyline"))
+    places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+    assert [x for x, _ in places] == sorted(x for x, _ in places)
+    assert all(0 < x < 720 and 0 < y < 420 for x, y in places)
+    assert places[1][1] < places[2][1] < places[0][1]  # more is further up
+    assert Axis([0.0, 47.0], start=0, end=100).ticks == [0, 10, 20, 30, 40]
+
+
+def test_the_load_watch_sees_its_own_work_and_names_what_disturbs() -> None:
+    watch = LoadWatch()
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        pass
+    assert watch.finish().own_share > 0
+    quiet = MachineLoad(load_average=0.1, own_share=0.9, others_share=0.01, steal_share=0.0)
+    assert quiet.to_dict()["is_quiet"]
+    disturbed = replace(quiet, others_share=0.2, steal_share=0.1)
+    assert len(disturbed.remarks) == 2
+
+
+def test_every_row_loads_and_bounds_its_time() -> None:
+    rows = [load_row(name) for name in ROW_NAMES]
+    assert [row.name for row in rows] == list(ROW_NAMES)
+    assert all(0 < row.limit_s <= 900 for row in rows)
+    with pytest.raises(RowTookTooLong, match="sleepy was ended"), time_limit(0.05, what="sleepy"):
+        time.sleep(5)
+
+
+ENGINE = """
+import sys, time
+from bench.engines.protocol import serve
+def load():
+    print("chatter of a library")
+    def fail(): raise OSError("no disk")
+    def end(): sys.exit(3)
+    def prefill(tokens): print("more"); return {"seconds": tokens / 10}
+    return {"describe": lambda: {"name": "toy", "versions": {"toy": "2"}}, "prefill": prefill, "fail": fail, "end": end,
+            "sleep": lambda: time.sleep(60)}
+serve(load)
+"""
+
+
+def test_the_pipe_to_an_engine(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[1])
+    engine = EngineProcess(
+        [sys.executable, "-c", ENGINE], environment={"PYTHONPATH": root}, log_path=tmp_path / "log", start_timeout_s=60
+    )
+    try:
+        assert (engine.name, engine.versions) == ("toy", {"toy": "2"})
+        assert engine.prefill(5) == 0.5
+        with pytest.raises(EngineFailed, match="OSError: no disk"):
+            engine.call("fail")
+        assert engine.prefill(7) == 0.7  # and it lives on
+        with pytest.raises(EngineFailed, match=r"no answer within 0 s"):
+            engine.call("sleep", timeout_s=0.1)
+    finally:
+        engine.close()
+    assert "chatter of a library" in (tmp_path / "log").read_text()
+    ended = EngineProcess([sys.executable, "-c", ENGINE], environment={"PYTHONPATH": root}, log_path=tmp_path / "log")
+    try:
+        with pytest.raises(EngineFailed, match="has ended"):
+            ended.call("end")
+    finally:
+        ended.close()
