@@ -12,6 +12,7 @@ from bench.engines.launch import ROOT
 from bench.peers import PEERS, Peers, bench_home
 from bench.rows import ROW_NAMES, load_row
 from bench.session import Session
+from twinstage.telemetry.log import configure_logging
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
             row = load_row(name)
             print(f"{name:<16} {row.title} (at most {row.limit_s:.0f} s)")
         return 0
+    configure_logging(role="bench", level="warning", format="console")
     session = _session(options)
     if options.render:
         print(session.render())
@@ -35,7 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         session.peers.install(sorted(PEERS))
         if options.install:
             return 1 if session.peers.missing else 0
-    reports = session.run(names)
+    try:
+        reports = session.run(names)
+    finally:
+        if session.peers is not None:
+            session.peers.close()
     print(session.output / "RESULTS.md")
     return 1 if any(report.result is None for report in reports) else 0
 

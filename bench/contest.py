@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from bench.engines.client import EngineFailed, EngineProcess
+from bench.engines.client import EngineFailed
 from bench.engines.launch import OWN_OPTIONS
 from bench.peers import PeerMissing
 from bench.results import Comparison, Curve, Measurement, RowResult, Target
 from bench.row import Context
 from bench.summary import ratios
 
-Rate = Callable[[EngineProcess], float]
+
+class Engine(Protocol):
+    """What is measured: an engine's process, or a server that only prefills for us."""
+
+    name: str
+    versions: dict[str, str]
+
+    def prefill(self, tokens: int) -> float: ...
+
+    def decode(self, *, batch: int, context: int, steps: int) -> float: ...
+
+    def close(self) -> None: ...
+
+
+Rate = Callable[[Engine], float]
 
 
 @dataclass(kw_only=True)
@@ -23,7 +38,7 @@ class Contest:
     """Collects what a row reports. An engine that fails is left out from then on, and the notes say why."""
 
     context: Context
-    engines: list[EngineProcess]
+    engines: list[Engine]
     measurements: list[Measurement] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)
@@ -72,7 +87,7 @@ class Contest:
             versions=versions,
         )
 
-    def _try(self, engine: EngineProcess, rate: Rate, case: str) -> float | None:
+    def _try(self, engine: Engine, rate: Rate, case: str) -> float | None:
         try:
             return rate(engine)
         except EngineFailed as error:

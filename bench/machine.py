@@ -122,10 +122,37 @@ def _own_cpu_s() -> float:
     return total
 
 
-def resident_bytes(process: int) -> int:
-    """The resident memory of a process without that in shared memory, where KV pools lie. proc_pid_status(5)."""
-    status = _read(f"/proc/{process}/status")
-    return (int(_field(status, "RssAnon:", "0")) + int(_field(status, "RssFile:", "0"))) * 1024
+def cpu_seconds(process: int) -> float:
+    """CPU seconds that a process has used, without its children. proc_pid_stat(5)."""
+    return sum(map(int, _read(f"/proc/{process}/stat").rpartition(")")[2].split()[11:13])) / _TICKS_PER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """The resident memory of a process in bytes: mapped weight files, shared memory, and everything else."""
+
+    weights_bytes: int
+    shared_bytes: int
+    other_bytes: int
+
+
+def memory_use(process: int, *, weights_below: Path) -> MemoryUse:
+    """What a process has in memory. Mapped files below `weights_below` are weights, memfds are shared memory."""
+    return parse_memory_use(_read(f"/proc/{process}/smaps"), weights_below=str(weights_below.resolve()))
+
+
+def parse_memory_use(smaps: str, *, weights_below: str) -> MemoryUse:
+    """Of the text of proc_pid_smaps(5)."""
+    totals = {"weights": 0, "shared": 0, "other": 0}
+    kind = "other"
+    for line in smaps.splitlines():
+        fields = line.split(maxsplit=5)
+        if "-" in fields[0]:  # the head of a mapping: addresses, permissions, offset, device, inode, path
+            path = fields[5] if len(fields) > 5 else ""
+            kind = "weights" if path.startswith(weights_below) else "shared" if "memfd:" in path else "other"
+        elif fields[0] == "Rss:":
+            totals[kind] += int(fields[1]) * 1024
+    return MemoryUse(weights_bytes=totals["weights"], shared_bytes=totals["shared"], other_bytes=totals["other"])
 
 
 def _field(text: str, name: str, otherwise: str) -> str:

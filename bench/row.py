@@ -46,8 +46,8 @@ class Context:
 class Row:
     """One row. `limit_s` bounds its time; it is ended and reported as failed when it takes longer.
 
-    `quick`: whether `make bench-quick` runs it. `needs` names peers that take long to start and are started before its
-    time begins to count.
+    `quick`: whether `make bench-quick` runs it. `needs_vllm`: it measures vLLM's server too, which takes minutes to
+    start and is started before the row's time begins to count.
     """
 
     name: str
@@ -55,4 +55,4 @@ class Row:
     measure: Callable[[Context], RowResult]
     limit_s: float
     quick: bool = True
-    needs: tuple[str, ...] = ()
+    needs_vllm: bool = False

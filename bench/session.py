@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import twinstage
 from bench.engines.client import EngineFailed
 from bench.engines.launch import ROOT, Engines
 from bench.machine import LoadWatch, describe_machine
-from bench.peers import Peers
+from bench.peers import PeerMissing, Peers
 from bench.plots import write_plots
 from bench.results import RowReport, RowResult, read_report, write_report
 from bench.row import Context, Row
@@ -72,12 +73,22 @@ class Session:
 
     def _run_row(self, row: Row) -> RowReport:
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._prepare(row)
         watch, began_s = LoadWatch(), time.monotonic()
         result: RowResult | None = None
         error = ""
         try:
             result = self._measure(row)
-        except (RowTookTooLong, EngineFailed, TwinstageError, OSError, ArithmeticError, LookupError, ValueError) as why:
+        except (
+            RowTookTooLong,
+            EngineFailed,
+            PeerMissing,
+            TwinstageError,
+            OSError,
+            ArithmeticError,
+            LookupError,
+            ValueError,
+        ) as why:
             error = f"{type(why).__name__}: {why}"
             self.progress(f"{row.name} failed: {error}")
         return RowReport(
@@ -92,6 +103,12 @@ class Session:
             result=result,
             error=error,
         )
+
+    def _prepare(self, row: Row) -> None:
+        """Start what takes so long that it shall not count as the row's time. The row finds out what is missing."""
+        if self.peers is not None and row.needs_vllm:
+            with contextlib.suppress(PeerMissing):
+                self.peers.vllm()
 
     def _measure(self, row: Row) -> RowResult:
         logs = self.home / "logs" / row.name

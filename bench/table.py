@@ -112,7 +112,10 @@ def _measurements(entries: Sequence[Measurement]) -> list[str]:
             (entry.case, entry.engine): entry for entry in entries if (entry.quantity, entry.unit) == (quantity, unit)
         }
         engines = list(dict.fromkeys(engine for _, engine in chosen))
-        parts += [f"| {quantity} [{unit}] | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
+        parts += [
+            f"| {quantity}{f' [{unit}]' if unit else ''} | {' | '.join(engines)} |",
+            "|---" * (len(engines) + 1) + "|",
+        ]
         for case in dict.fromkeys(case for case, _ in chosen):
             cells = [spread(chosen[case, engine]) if (case, engine) in chosen else "" for engine in engines]
             parts.append(f"| {case} | {' | '.join(cells)} |")

@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN_OPTIONS: tuple[dict[str, str], ...] = ({},)
 
 
+def flags_of(options: Mapping[str, str]) -> list[str]:
+    """The same for the command line of a worker."""
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
 @dataclass(kw_only=True)
 class Engines:
     """The engines of one row; all are ended when the scope is left. `threads` is what each computes with."""
@@ -31,18 +36,19 @@ class Engines:
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def start(self, name: str, **options: str) -> EngineProcess:
-        """Start `twinstage`, `transformers` or `llama`; options go to `twinstage`.
+        """Start `twinstage`, `transformers`, `llama`, or another module of `bench.engines`.
+
+        Options go to `twinstage` with their names, to other modules as they are.
 
         Raises EngineFailed when it does not start, PeerMissing when it is not there.
         """
-        command = {"twinstage": self._twinstage, "transformers": self._transformers, "llama": self._llama}[name](
-            options
-        )
+        commands = {"twinstage": self._twinstage, "transformers": self._transformers, "llama": self._llama}
+        command = commands[name](options) if name in commands else _helper(name, options)
         label = "-".join([name, *options.values()])
         self.progress(f"starting {label}")
         engine = EngineProcess(
             command,
-            environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)},
+            environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": str(self.threads)},
             log_path=self.log_directory / f"engine-{label}.log",
         )
         self._stack.callback(engine.close)
@@ -71,3 +77,7 @@ class Engines:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _helper(name: str, options: Mapping[str, str]) -> list[str]:
+    return [sys.executable, "-m", f"bench.engines.{name}", *options.values()]

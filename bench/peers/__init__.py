@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.machine import describe_machine
 from bench.peers.install import PEERS, PeerMissing, install_peer, installed_version
 from bench.peers.models import prepare_q8_0
+from bench.peers.servers import PeerServer, vllm_server
+from twinstage.models.resolve import resolve_model
 
 __all__ = ["PEERS", "PeerMissing", "Peers", "bench_home"]
 
@@ -36,6 +39,7 @@ class Peers:
     directory: Path
     progress: Callable[[str], None]
     missing: dict[str, str] = field(default_factory=dict)  # why one cannot be measured
+    _vllm: PeerServer | None = None
 
     def install(self, names: Sequence[str]) -> None:
         """Install those that are not there yet. One that cannot be installed is noted in `missing`."""
@@ -71,6 +75,29 @@ class Peers:
     def q8_0_model(self) -> Path:
         """The demo model for llama.cpp, made when it is not there yet. Raises PeerMissing."""
         return prepare_q8_0(self.home / "models", python=self.python("llama"), log_path=self.log_path("quantize"))
+
+    def vllm(self) -> PeerServer:
+        """The server of vLLM, started once for all rows, as that takes minutes. Raises PeerMissing."""
+        if self._vllm is None:
+            how = vllm_server(self, resolve_model("demo", progress=self.progress).directory, dtype=self._vllm_dtype())
+            self.progress(f"starting {how.name} (this takes minutes; log: {how.log_path})")
+            try:
+                self._vllm = PeerServer(how)
+            except PeerMissing as error:
+                self.missing["vllm"] = str(error)
+                raise
+        return self._vllm
+
+    def close(self) -> None:
+        """End what was started for several rows. Idempotent."""
+        if self._vllm is not None:
+            self._vllm.close()
+            self._vllm = None
+
+    @staticmethod
+    def _vllm_dtype() -> str:
+        has_bfloat16 = {"avx512_bf16", "amx_bf16"} & set(describe_machine().features)
+        return "bfloat16" if has_bfloat16 else "float32"
 
     def log_path(self, name: str) -> Path:
         directory = self.home / "logs"

@@ -9,6 +9,14 @@ from bench.row import Row
 ROW_NAMES = (
     "prefill",
     "decode",
+    "first_token",
+    "gaps",
+    "transfer",
+    "prefix",
+    "router",
+    "start",
+    "memory",
+    "growth",
 )
 
 

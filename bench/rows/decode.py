@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.contest import Contest
-from bench.engines.client import EngineProcess
+from bench.contest import Contest, Engine
 from bench.results import Curve, RowResult, Series, Target
 from bench.row import Context, Row
 
@@ -23,7 +22,7 @@ class Case:
     def name(self) -> str:
         return f"B={self.batch}, context {self.context:,}"
 
-    def tokens_per_s(self, engine: EngineProcess) -> float:
+    def tokens_per_s(self, engine: Engine) -> float:
         seconds = engine.decode(batch=self.batch, context=self.context, steps=self.steps)
         return self.batch * self.steps / seconds
 

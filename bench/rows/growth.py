@@ -1,0 +1,62 @@
+"""How the time of a decode step grows with the batch and with the context."""
+
+from __future__ import annotations
+
+from bench.engines.launch import OWN_OPTIONS
+from bench.results import Curve, Measurement, RowResult, Series
+from bench.row import Context, Row
+from bench.summary import summarize
+
+_BATCHES = (1, 2, 4, 8, 16, 32)
+_CONTEXTS = (128, 512, 1_024, 2_048, 4_096)
+_MOST_TOKENS = 16_384  # of all sequences together: what the engine's KV memory holds
+
+
+def measure(context: Context) -> RowResult:
+    engine = context.engine("twinstage", **OWN_OPTIONS[0])
+    steps = 4 if context.quick else 8
+    batches, contexts = (_BATCHES[::2], _CONTEXTS[:2]) if context.quick else (_BATCHES, _CONTEXTS)
+    step_ms: dict[tuple[int, int], list[float]] = {}
+    for length in contexts:
+        for batch in batches:
+            if batch * (length + steps) > _MOST_TOKENS + batch * steps:
+                continue
+            context.progress(f"step time, B={batch}, context {length}")
+            values = [engine.decode(batch=batch, context=length, steps=steps) for _ in range(context.rounds)]
+            step_ms[batch, length] = [1e3 * value / steps for value in values]
+    medians = {case: summarize(values).median for case, values in step_ms.items()}
+    curves = [
+        Curve(
+            name="step_over_batch",
+            title="Time of a decode step over the batch",
+            x_label="sequences",
+            y_label="ms",
+            series=[
+                Series(
+                    name=f"context {length:,}",
+                    points=[(float(b), value) for (b, n), value in medians.items() if n == length],
+                )
+                for length in contexts
+            ],
+        ),
+        Curve(
+            name="step_over_context",
+            title="Time of a decode step over the context",
+            x_label="context [tokens]",
+            y_label="ms",
+            series=[
+                Series(name=f"B={batch}", points=[(float(n), value) for (b, n), value in medians.items() if b == batch])
+                for batch in batches
+            ],
+        ),
+    ]
+    measurements = [
+        Measurement(case=f"context {length:,}", engine=f"B={batch}", quantity="decode step", unit="ms", values=values)
+        for (batch, length), values in step_ms.items()
+    ]
+    return RowResult(
+        measurements=measurements, curves=curves, versions=engine.versions, notes=[f"Measured with {engine.name}."]
+    )
+
+
+ROW = Row(name="growth", title="Growth of the step time", measure=measure, limit_s=300)

@@ -1,0 +1,239 @@
+"""What the router costs: the latency it adds, the deltas it passes on, and how that grows.
+
+Its workers compute nothing (`bench/engines/paced_workers.py`), so that what remains is the router's. Added latency:
+time to the first token through the router, reservation on a decode worker included, against a call of the prefill
+worker itself. Deltas: those of a second of the router's CPU time, as one process cannot use more than one core; streams
+make a token each at a steady pace, so that no deltas are merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import grpc
+
+from bench.engines.client import EngineProcess
+from bench.machine import cpu_seconds
+from bench.results import Comparison, Curve, Measurement, RowResult, Series, Target
+from bench.row import Context, Row
+from bench.serving import greedy
+from bench.summary import summarize
+from twinstage.cli.child import Child
+from twinstage.client import AsyncTwinstageClient
+from twinstage.errors import InternalError
+from twinstage.rpc.convert_worker import sequence_spec_to_proto
+from twinstage.types import RequestId, SamplingParameters, SequenceSpec, TokenPrompt
+from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_PROMPT = tuple(range(1_000, 1_128))
+_REQUESTS = 200  # of a round
+_STREAMS = 64
+_TOKENS = 200  # of a stream
+_INTERVAL_MS = 25.0  # 64 streams: 2,560 tokens a second
+_STREAM_COUNTS = (1, 8, 32, 64, 128, 256)
+_WORKER_COUNTS = (1, 2, 4, 8, 16)
+_READY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCost:
+    """What some streams cost the router."""
+
+    deltas: int
+    tokens: int
+    wall_s: float
+    router_cpu_s: float
+
+
+def measure(context: Context) -> RowResult:
+    workers = context.engine("paced_workers")
+    direct, routed, costs = [], [], []
+    with _router(workers, decode=1, interval_ms=0.0) as (_, address, prefill_address):
+        for round_number in range(-1, context.rounds):
+            context.progress(f"router, added latency, round {round_number + 1}")
+            count = _REQUESTS // 4 if context.quick else _REQUESTS
+            through, alone = asyncio.run(_latencies(address, prefill_address, count))
+            if round_number >= 0:
+                routed.append(1e3 * through)
+                direct.append(1e3 * alone)
+    with _router(workers, decode=1, interval_ms=_INTERVAL_MS) as (process, address, _):
+        for round_number in range(context.rounds):
+            context.progress(f"router, deltas, round {round_number + 1}")
+            costs.append(asyncio.run(_stream(process, address, streams=_STREAMS, tokens=_TOKENS)))
+        by_streams = _curve_over_streams(context, process, address)
+    by_workers = _curve_over_workers(context, workers)
+    return _result(routed, direct, costs, [by_streams, by_workers])
+
+
+@contextmanager
+def _router(workers: EngineProcess, *, decode: int, interval_ms: float) -> Iterator[tuple[int, str, str]]:
+    """A router on paced workers: its process id, its address, and the address of a prefill worker."""
+    started = workers.call("start", prefill=1, decode=decode, interval_ms=interval_ms)
+    flags = ["--listen", "127.0.0.1:0", *(part for address in started["addresses"] for part in ("--workers", address))]
+    flags += ["--max-live-requests", "1024"]
+    child = Child("router", "router", flags, ready_event="router ready")
+    ready: SimpleQueue[bool] = SimpleQueue()
+    child.read_log(
+        log_path=None,
+        on_line=lambda *_: None,
+        on_ready=lambda _: ready.put(True),
+        on_exit=lambda _: ready.put(False),
+    )
+    try:
+        if not ready.get(timeout=_READY_S):
+            raise InternalError(child.end_in_words())
+        asyncio.run(_until_connected(child.address, 1 + decode))
+        yield child.pid, child.address, started["prefill_address"]
+    finally:
+        child.send(15)
+        if not child.join(20):
+            child.send(9)
+            child.join(20)
+        workers.call("stop")
+
+
+async def _until_connected(address: str, count: int) -> None:
+    async with asyncio.timeout(_READY_S), AsyncTwinstageClient(address) as client:
+        while sum(worker.state == "ready" for worker in await client.workers()) < count:  # noqa: ASYNC110 - over RPC
+            await asyncio.sleep(0.05)
+
+
+async def _latencies(address: str, prefill_address: str, count: int) -> tuple[float, float]:
+    """Median seconds to the first token through the router, and of the prefill worker alone; taken in turn."""
+    through, alone = [], []
+    async with AsyncTwinstageClient(address) as client, grpc.aio.insecure_channel(prefill_address) as channel:
+        prefill = worker_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
+        for number in range(count):
+            started_s = time.perf_counter()
+            async with client.generate_stream(TokenPrompt(token_ids=_PROMPT), greedy(2)) as stream:
+                await anext(stream)
+                through.append(time.perf_counter() - started_s)
+                async for _ in stream:
+                    pass
+            request = worker_pb2.PrefillRequest(sequence=sequence_spec_to_proto(_spec(number)))
+            started_s = time.perf_counter()
+            await anext(aiter(prefill.Prefill(request)))
+            alone.append(time.perf_counter() - started_s)
+    return summarize(through).median, summarize(alone).median
+
+
+def _spec(number: int) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=RequestId(f"direct-{time.monotonic_ns()}-{number}"),
+        prompt_token_ids=_PROMPT,
+        sampling=SamplingParameters(temperature=0.0),
+        max_tokens=1,
+    )
+
+
+async def _stream(process: int, address: str, *, streams: int, tokens: int) -> StreamCost:
+    """Run some streams at once to their end."""
+    deltas = 0
+    received = 0
+
+    async def one(client: AsyncTwinstageClient) -> None:
+        nonlocal deltas, received
+        async with client.generate_stream(TokenPrompt(token_ids=_PROMPT), greedy(tokens)) as stream:
+            async for delta in stream:
+                deltas += bool(delta.token_ids)
+                received += len(delta.token_ids)
+
+    async with AsyncTwinstageClient(address) as client:
+        await client.models()  # connected
+        started_s, cpu_s = time.perf_counter(), cpu_seconds(process)
+        await asyncio.gather(*(one(client) for _ in range(streams)))
+        cost = StreamCost(
+            deltas=deltas,
+            tokens=received,
+            wall_s=time.perf_counter() - started_s,
+            router_cpu_s=cpu_seconds(process) - cpu_s,
+        )
+    if received != streams * tokens:
+        raise InternalError(f"{received} tokens arrived of {streams * tokens}")
+    return cost
+
+
+def _curve_over_streams(context: Context, process: int, address: str) -> Curve:
+    points = []
+    for streams in _STREAM_COUNTS[:3] if context.quick else _STREAM_COUNTS:
+        context.progress(f"router, {streams} streams")
+        cost = asyncio.run(_stream(process, address, streams=streams, tokens=max(50, min(400, 6_400 // streams))))
+        points.append((float(streams), 1e6 * cost.router_cpu_s / cost.tokens))
+    return Curve(
+        name="router_over_streams",
+        title="The router's CPU time per token over streams",
+        x_label="streams at once",
+        y_label="microseconds",
+        series=[Series(name="1 prefill and 1 decode worker", points=points)],
+        logarithmic=True,
+    )
+
+
+def _curve_over_workers(context: Context, workers: EngineProcess) -> Curve:
+    points = []
+    for count in _WORKER_COUNTS[:2] if context.quick else _WORKER_COUNTS:
+        context.progress(f"router, {count} decode workers")
+        with _router(workers, decode=count, interval_ms=_INTERVAL_MS) as (process, address, _):
+            cost = asyncio.run(_stream(process, address, streams=_STREAMS, tokens=100))
+        points.append((float(count), 1e6 * cost.router_cpu_s / cost.tokens))
+    return Curve(
+        name="router_over_workers",
+        title=f"The router's CPU time per token over decode workers, {_STREAMS} streams",
+        x_label="decode workers",
+        y_label="microseconds",
+        series=[Series(name=f"{_STREAMS} streams", points=points)],
+        logarithmic=True,
+    )
+
+
+def _result(routed: list[float], direct: list[float], costs: list[StreamCost], curves: list[Curve]) -> RowResult:
+    streams = f"{_STREAMS} streams"
+    return RowResult(
+        measurements=[
+            Measurement(
+                case="first token p50", engine="through the router", quantity="latency", unit="ms", values=routed
+            ),
+            Measurement(
+                case="first token p50", engine="the prefill worker alone", quantity="latency", unit="ms", values=direct
+            ),
+            Measurement(
+                case=streams,
+                engine="router",
+                quantity="deltas received",
+                unit="1/s",
+                values=[cost.deltas / cost.wall_s for cost in costs],
+            ),
+            Measurement(
+                case=streams,
+                engine="router",
+                quantity="tokens per delta",
+                unit="",
+                values=[cost.tokens / cost.deltas for cost in costs],
+            ),
+        ],
+        comparisons=[
+            Comparison(
+                case="one client",
+                what="added latency p50",
+                values=[through - alone for through, alone in zip(routed, direct, strict=True)],
+                target=Target.at_most(2.0),
+                unit="ms",
+            ),
+            Comparison(
+                case=streams,
+                what="deltas per second of the router's CPU time",
+                values=[cost.deltas / cost.router_cpu_s for cost in costs],
+                target=Target.at_least(5_000),
+                unit="1/s",
+            ),
+        ],
+        curves=curves,
+    )
+
+
+ROW = Row(name="router", title="Router", measure=measure, limit_s=240)
