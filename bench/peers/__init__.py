@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.machine import describe_machine
-from bench.peers.install import PEERS, PeerMissing, install_peer, installed_version
+from bench.peers.install import PEERS, PeerMissing, install_peer, installed_version, is_complete
 from bench.peers.models import prepare_q8_0
 from bench.peers.servers import PeerServer, vllm_server
 from twinstage.models.resolve import resolve_model
@@ -44,7 +44,7 @@ class Peers:
     def install(self, names: Sequence[str]) -> None:
         """Install those that are not there yet. One that cannot be installed is noted in `missing`."""
         for name in names:
-            if installed_version(self.directory / name, PEERS[name]) is not None:
+            if is_complete(self.directory / name, PEERS[name]):
                 continue
             try:
                 install_peer(

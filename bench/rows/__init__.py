@@ -9,6 +9,7 @@ from bench.row import Row
 ROW_NAMES = (
     "prefill",
     "decode",
+    "served",
     "first_token",
     "gaps",
     "transfer",
@@ -16,6 +17,7 @@ ROW_NAMES = (
     "router",
     "start",
     "memory",
+    "concurrency",
     "growth",
 )
 
