@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from bench.engines.launch import ROOT
 from bench.peers import PEERS, Peers, bench_home
@@ -87,6 +89,11 @@ def _progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # so that scopes are left, and what was started is ended
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main())
