@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, help=f"how often to measure; {ROUNDS} by default, {QUICK_ROUNDS} when quick"
     )
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits, for slow machines")
+    parser.add_argument(
+        "--weights", help="precisions of our engine, such as auto,fp32; the first is compared with peers"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results, plots and RESULTS.md go")
     return parser
 
@@ -81,6 +85,8 @@ def _session(options: argparse.Namespace) -> Session:
         peers=peers,
         quick=options.quick,
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
+        patience=options.patience,
+        weights=options.weights.split(",") if options.weights else None,
         progress=_progress,
     )
 

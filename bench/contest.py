@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.engines.client import EngineFailed
-from bench.engines.launch import OWN_OPTIONS
 from bench.peers import PeerMissing
 from bench.results import Comparison, Curve, Measurement, RowResult, Target
 from bench.row import Context
@@ -50,7 +49,9 @@ class Contest:
 
         Raises EngineFailed when ours does not start.
         """
-        contest = cls(context=context, engines=[context.engine("twinstage", **options) for options in OWN_OPTIONS])
+        contest = cls(
+            context=context, engines=[context.engine("twinstage", **options) for options in context.engines.own]
+        )
         for name in peers if context.peers is not None else ():
             try:
                 contest.engines.append(context.engine(name))

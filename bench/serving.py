@@ -21,18 +21,22 @@ READY_S = 180.0
 def serving(
     context: Context,
     *,
-    threads: int,
+    threads: int | None = None,
     kv_cache_bytes: str = "1GiB",
     worker_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """A router, one prefill and one decode worker of `threads` threads each, as `twinstage serve` starts them."""
-    context.progress(f"starting a cluster, {threads} threads a worker")
+    """A router, one prefill and one decode worker, as `twinstage serve` starts them.
+
+    By default each worker is bound to its share of the cores; with `threads` it computes with so many, on any of them.
+    """
+    context.progress("starting a cluster")
     config = ClusterConfig(
         models=("demo",),
         port=0,
         threads=threads,
+        pin_cpus=True,
         kv_cache_bytes=kv_cache_bytes,
         prefill_flags=(*worker_flags, *prefill_flags),
         decode_flags=(*worker_flags, *decode_flags),

@@ -16,7 +16,7 @@ from types import FrameType
 
 import twinstage
 from bench.engines.client import EngineFailed
-from bench.engines.launch import ROOT, Engines
+from bench.engines.launch import ROOT, Engines, own_options
 from bench.machine import LoadWatch, describe_machine
 from bench.peers import PeerMissing, Peers
 from bench.plots import write_plots
@@ -33,13 +33,18 @@ class RowTookTooLong(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One run. `output` gets `results/`, `plots/` and `RESULTS.md`; `peers` is None without them."""
+    """One run. `output` gets `results/`, `plots/` and `RESULTS.md`; `peers` is None without them.
+
+    `patience` multiplies the limits of rows; `weights` are the precisions of our engine, None for the usual ones.
+    """
 
     output: Path
     home: Path
     peers: Peers | None
     quick: bool
     rounds: int
+    patience: float
+    weights: Sequence[str] | None
     progress: Callable[[str], None]
 
     def run(self, names: Sequence[str]) -> list[RowReport]:
@@ -115,8 +120,10 @@ class Session:
         logs.mkdir(parents=True, exist_ok=True)
         with (
             tempfile.TemporaryDirectory(prefix="bench") as directory,
-            time_limit(row.limit_s, what=row.name),
-            Engines(peers=self.peers, log_directory=logs, progress=self.progress) as engines,
+            time_limit(self.patience * row.limit_s, what=row.name),
+            Engines(
+                peers=self.peers, log_directory=logs, progress=self.progress, own=own_options(self.weights)
+            ) as engines,
         ):
             context = Context(
                 quick=self.quick,

@@ -10,8 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.contest import Contest
 from bench.engines.client import EngineFailed, EngineProcess
-from bench.machine import LoadWatch, MachineLoad
+from bench.engines.launch import Engines, own_options
+from bench.machine import LoadWatch, MachineLoad, MemoryUse, parse_memory_use
+from bench.peers.install import PEERS, installed_version, is_complete
 from bench.plots import Axis, draw
 from bench.results import (
     Comparison,
@@ -24,7 +27,8 @@ from bench.results import (
     read_report,
     write_report,
 )
-from bench.rows import ROW_NAMES, load_row
+from bench.row import Context
+from bench.rows import ROW_NAMES, first_token, load_row, transfer
 from bench.session import RowTookTooLong, time_limit
 from bench.summary import gaps, percentile, ratios, summarize
 from bench.table import number, render
@@ -133,6 +137,94 @@ def test_every_row_loads_and_bounds_its_time() -> None:
     assert all(0 < row.limit_s <= 900 for row in rows)
     with pytest.raises(RowTookTooLong, match="sleepy was ended"), time_limit(0.05, what="sleepy"):
         time.sleep(5)
+
+
+SMAPS = """\
+7f0000000000-7f0000001000 r--s 00000000 fd:00 11                         /cache/gguf/model.safetensors
+Size:               2000 kB
+Rss:                1000 kB
+7f0000002000-7f0000003000 rw-s 00000000 00:01 12                         /memfd:twinstage-kv (deleted)
+Rss:                  30 kB
+7f0000004000-7f0000005000 rw-p 00000000 00:00 0
+Rss:                   7 kB
+7f0000006000-7f0000007000 r-xp 00000000 fd:00 13                         /usr/lib/libc.so.6
+Rss:                   5 kB
+"""
+
+
+def test_memory_is_told_apart_by_what_is_mapped() -> None:
+    assert parse_memory_use(SMAPS, weights_below="/cache") == MemoryUse(
+        weights_bytes=1000 * 1024, shared_bytes=30 * 1024, other_bytes=12 * 1024
+    )
+
+
+def test_what_rows_make_of_their_values() -> None:
+    times = {(128, "one process"): [0.5, 0.4, 0.6], (128, "disaggregated"): [0.51, 0.42, 0.607]}
+    added = first_token.result_of(times, versions={}).comparisons[0]
+    assert added.values == pytest.approx([10.0, 20.0, 7.0])
+    assert added.target == Target.at_most(15.0)  # 5 ms and 2 % of 500 ms
+    shares = transfer.result_of({"memcpy": [0.01, 0.02], "shm": [0.01, 0.04], "tcp": [0.04, 0.04]}).comparisons
+    assert [(entry.what, list(entry.values), entry.is_met) for entry in shares] == [
+        ("shm, share of memcpy", [1.0, 0.5], False),
+        ("tcp, share of memcpy", [0.25, 0.5], True),
+    ]
+
+
+class ToyEngine:
+    """Prefills at a pace, and fails from some call on."""
+
+    versions: dict[str, str] = {}  # noqa: RUF012 - the protocol has it writable
+
+    def __init__(self, name: str, seconds: float, *, fails_at: int = 1000) -> None:
+        self.name = name
+        self._seconds = seconds
+        self._calls_left = fails_at
+        self.closed = False
+
+    def prefill(self, tokens: int) -> float:
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            raise EngineFailed("out of memory")
+        return self._seconds
+
+    def decode(self, *, batch: int, context: int, steps: int) -> float:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_contest_compares_with_ours_and_goes_on_without_a_peer_that_fails(tmp_path: Path) -> None:
+    engines = Engines(peers=None, log_directory=tmp_path, progress=lambda _: None, own=own_options())
+    context = Context(quick=False, rounds=3, peers=None, engines=engines, directory=tmp_path, progress=lambda _: None)
+    frail = ToyEngine("frail", 1.0, fails_at=2)
+    contest = Contest(context=context, engines=[ToyEngine("Twinstage x", 1.0), ToyEngine("peer", 2.0), frail])
+    contest.measure(
+        "c", lambda engine: 10 / engine.prefill(10), quantity="q", unit="u", targets={"peer": Target.at_least(3)}
+    )
+    result = contest.result()
+    assert [(entry.engine, entry.values) for entry in result.measurements] == [
+        ("Twinstage x", [10.0] * 3),
+        ("peer", [5.0] * 3),
+    ]
+    assert [(entry.values, entry.is_met) for entry in result.comparisons] == [([2.0] * 3, False)]
+    assert frail.closed
+    assert "frail failed at c" in result.notes[0]
+    contest.engines[0] = ToyEngine("Twinstage x", 1.0, fails_at=0)
+    with pytest.raises(EngineFailed):
+        contest.measure("d", lambda engine: engine.prefill(1), quantity="q", unit="u", targets={})
+
+
+def test_a_peer_is_installed_when_its_server_is_built_too(tmp_path: Path) -> None:
+    peer = PEERS["llama"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert installed_version(tmp_path, peer) is None
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "llama_cpp_python-9.8.7.dist-info").mkdir(parents=True)
+    assert installed_version(tmp_path, peer) == "9.8.7"
+    assert not is_complete(tmp_path, peer)
+    (tmp_path / "bin" / "llama-server").touch()
+    assert is_complete(tmp_path, peer)
 
 
 ENGINE = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +14,18 @@ from typing import Self
 from bench.engines.client import EngineProcess
 from bench.peers import Peers
 from bench.peers.install import PeerMissing
+from twinstage.engine.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-# How our own engine is measured; the first is what others are compared with.
-OWN_OPTIONS: tuple[dict[str, str], ...] = ({},)
+OwnOptions = Mapping[str, str]
+_DEFAULT_WEIGHTS = ("auto", "fp32", "stock")
 
 
-def flags_of(options: Mapping[str, str]) -> list[str]:
-    """The same for the command line of a worker."""
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+def own_options(weights: Sequence[str] | None = None) -> tuple[OwnOptions, ...]:
+    """How our own engine is measured: in these precisions. The first is what others are compared with."""
+    if "weights" not in WorkerSettings.model_fields:  # there is only one way to compute
+        return ({},)
+    return tuple({"weights": value} for value in weights or _DEFAULT_WEIGHTS)
 
 
 @dataclass(kw_only=True)
@@ -32,8 +35,14 @@ class Engines:
     peers: Peers | None
     log_directory: Path
     progress: Callable[[str], None]
+    own: Sequence[OwnOptions]
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @property
+    def own_flags(self) -> list[str]:
+        """Our first way to compute, for the command line of a worker."""
+        return [part for name, value in self.own[0].items() for part in (f"--{name.replace('_', '-')}", value)]
 
     def start(self, name: str, **options: str) -> EngineProcess:
         """Start `twinstage`, `transformers`, `llama`, or another module of `bench.engines`.

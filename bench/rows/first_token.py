@@ -6,7 +6,6 @@ client's call to the first token's arrival there: router, reservation and three 
 
 from __future__ import annotations
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
 from bench.engines.protocol import Prompts
 from bench.results import Comparison, Curve, Measurement, RowResult, Series, Target
 from bench.row import Context, Row
@@ -21,12 +20,12 @@ _ONE_PROCESS, _DISAGGREGATED = "one process", "disaggregated"
 
 def measure(context: Context) -> RowResult:
     lengths = _LENGTHS[:2] if context.quick else _LENGTHS
-    engine = context.engine("twinstage", **OWN_OPTIONS[0])
+    engine = context.engine("twinstage", **context.engines.own[0])
     prompts = Prompts()
     times: dict[tuple[int, str], list[float]] = {
         (n, kind): [] for n in lengths for kind in (_ONE_PROCESS, _DISAGGREGATED)
     }
-    flags = flags_of(OWN_OPTIONS[0])
+    flags = context.engines.own_flags
     with (
         serving(context, threads=context.engines.threads, worker_flags=flags) as cluster,
         TwinstageClient(cluster.address) as client,

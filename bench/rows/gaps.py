@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
 from bench.engines.protocol import Prompts
 from bench.results import Comparison, Curve, Measurement, RowResult, Series, Target
 from bench.row import Context, Row
@@ -79,8 +78,8 @@ def measure(context: Context) -> RowResult:
     busy: list[float] = []
     series: list[Series] = []
     prompts = Prompts()
-    flags = flags_of(OWN_OPTIONS[0])
-    with serving(context, threads=1, worker_flags=flags) as cluster, TwinstageClient(cluster.address) as client:
+    flags = context.engines.own_flags
+    with serving(context, worker_flags=flags) as cluster, TwinstageClient(cluster.address) as client:
         timed_request(client, prompts.next(_PROMPT), max_tokens=2)  # warm
         for round_number in range(context.rounds):
             context.progress(f"gaps, disaggregated, round {round_number + 1}")
@@ -128,7 +127,7 @@ def measure(context: Context) -> RowResult:
 
 def _aggregated(context: Context) -> tuple[list[float], list[float], Series]:
     """The p99 of each round in one process, quiet and busy, and the timeline of the last round."""
-    engine = context.engine("twinstage", **OWN_OPTIONS[0])
+    engine = context.engine("twinstage", **context.engines.own[0])
     quiet, busy = [], []
     for round_number in range(context.rounds):
         context.progress(f"gaps, one process, round {round_number + 1}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bench.engines.launch import OWN_OPTIONS
 from bench.results import Curve, Measurement, RowResult, Series
 from bench.row import Context, Row
 from bench.summary import summarize
@@ -13,7 +12,7 @@ _MOST_TOKENS = 16_384  # of all sequences together: what the engine's KV memory 
 
 
 def measure(context: Context) -> RowResult:
-    engine = context.engine("twinstage", **OWN_OPTIONS[0])
+    engine = context.engine("twinstage", **context.engines.own[0])
     steps = 4 if context.quick else 8
     batches, contexts = (_BATCHES[::2], _CONTEXTS[:2]) if context.quick else (_BATCHES, _CONTEXTS)
     step_ms: dict[tuple[int, int], list[float]] = {}

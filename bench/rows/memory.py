@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
 from bench.engines.protocol import Prompts
 from bench.machine import MemoryUse, memory_use
 from bench.results import Comparison, Measurement, RowResult, Target
@@ -19,7 +18,7 @@ def measure(context: Context) -> RowResult:
     prompts = Prompts()
     found: dict[str, list[MemoryUse]] = {}
     with (
-        serving(context, threads=1, worker_flags=flags_of(OWN_OPTIONS[0])) as cluster,
+        serving(context, worker_flags=context.engines.own_flags) as cluster,
         TwinstageClient(cluster.address) as client,
     ):
         for round_number in range(context.rounds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
 from bench.engines.protocol import Prompts
 from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
@@ -19,7 +18,7 @@ def measure(context: Context) -> RowResult:
     prompts = Prompts()
     requests: dict[str, list[TimedRequest]] = {kind: [] for kind in _KINDS}
     with (
-        serving(context, threads=context.engines.threads, worker_flags=flags_of(OWN_OPTIONS[0])) as cluster,
+        serving(context, threads=context.engines.threads, worker_flags=context.engines.own_flags) as cluster,
         TwinstageClient(cluster.address) as client,
     ):
         timed_request(client, prompts.next(length), max_tokens=4)  # warm

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
-from bench.peers import PeerMissing
+from bench.peers import PEERS, PeerMissing
 from bench.peers.servers import MODEL, PeerServer, llama_server
 from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
@@ -103,18 +102,13 @@ def measure(context: Context) -> RowResult:
                         prompt_seed=1_000 * case.concurrency + round_number,
                     )
                     found.setdefault((case.name, server.name), []).append(result)
-    versions = (
-        {"vLLM": context.peers.version("vllm")}
-        if context.peers is not None and any("vLLM" in s.name for s in servers)
-        else {}
-    )
-    return result_of(found, [server.name for server in servers], notes=notes, versions=versions)
+    return result_of(found, [server.name for server in servers], notes=notes, versions=_versions(context, notes))
 
 
 def start_servers(context: Context, stack: ExitStack, notes: list[str], *, with_vllm: bool = True) -> list[Server]:
     """Ours first, then the peers' where they are wanted and there; `notes` says which are not."""
     threads = context.engines.threads
-    cluster = stack.enter_context(serving(context, threads=max(1, threads // 2), worker_flags=flags_of(OWN_OPTIONS[0])))
+    cluster = stack.enter_context(serving(context, worker_flags=context.engines.own_flags))
     servers = [Server(name="Twinstage", address=cluster.address, protocol=Protocol.TWINSTAGE)]
     if context.peers is None:
         return servers
@@ -129,6 +123,18 @@ def start_servers(context: Context, stack: ExitStack, notes: list[str], *, with_
         except PeerMissing as error:
             notes.append(f"Without vLLM: {error}")
     return servers
+
+
+def _versions(context: Context, notes: Sequence[str]) -> dict[str, str]:
+    """Of the peers that took part."""
+    if context.peers is None:
+        return {}
+    distributions = {"llama.cpp's server": "llama", "vLLM": "vllm"}
+    return {
+        PEERS[name].distribution: context.peers.version(name)
+        for what, name in distributions.items()
+        if not any(note.startswith(f"Without {what}") for note in notes)
+    }
 
 
 def _peer(server: PeerServer) -> Server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from queue import SimpleQueue
 
-from bench.engines.launch import OWN_OPTIONS, flags_of
 from bench.peers import PeerMissing
 from bench.peers.servers import PeerServer, llama_server
 from bench.results import Comparison, Measurement, RowResult, Target
@@ -67,7 +66,7 @@ def _start_worker(context: Context) -> float:
     flags = ["--model", "demo", "--listen", "127.0.0.1:0", "--threads", str(context.engines.threads)]
     ends: SimpleQueue[float | None] = SimpleQueue()
     started_s = time.monotonic()
-    child = Child("prefill", "prefill_worker", [*flags, *flags_of(OWN_OPTIONS[0])], ready_event="worker ready")
+    child = Child("prefill", "prefill_worker", [*flags, *context.engines.own_flags], ready_event="worker ready")
     child.read_log(
         log_path=context.engines.log_directory / "worker.log",
         on_line=lambda *_: None,
