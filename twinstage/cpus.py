@@ -37,7 +37,8 @@ def format_cpus(cpus: Iterable[int]) -> str:
 def by_core(cpus: Iterable[int], *, sysfs: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
     """`cpus` in the order of sockets and cores, so that the hardware threads of one core are neighbours.
 
-    Their numbers often are not: with four cores, 0 and 4 may be one. A CPU of which the kernel tells nothing is a core of its own.
+    Their numbers often are not: with four cores, 0 and 4 may be one. A CPU of which the kernel tells nothing is a core
+    of its own.
     """
 
     def place(cpu: int) -> tuple[int, int, int]:
