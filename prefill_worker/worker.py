@@ -172,13 +172,12 @@ class PrefillWorker:
         self.loads.changed()
 
     def _first_token(self, request: PrefillRequest, chunk: TokenChunk, stats: SequenceStats) -> None:
-        known = len(request.spec.prompt_token_ids) + len(request.spec.resumed_token_ids)
         request.events.put_nowait(
             FirstToken(
                 chunk=replace(chunk, request_id=request.spec.request_id),
                 queue_s=stats.queue_s,
                 prefill_s=stats.prefill_s,
-                cached_prompt_tokens=max(0, known - stats.computed_prompt_tokens),
+                cached_prompt_tokens=max(0, len(request.spec.prompt_token_ids) - stats.computed_prompt_tokens),
             )
         )
         if chunk.finish is not None:

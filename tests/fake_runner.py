@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from twinstage.engine.core import EngineConfig, EngineCore, StepOutput
 from twinstage.engine.plan import StepPlan
 from twinstage.kv.block_pool import BlockPool
+from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec
 
 VOCAB = 24
@@ -30,8 +31,9 @@ def prefix_logits(token_ids: Iterable[int]) -> NDArray[np.float32]:
 class FakeRunner:
     """Runs plans on `memory`: token by (block, offset)."""
 
-    def __init__(self, memory: dict[tuple[int, int], int] | None = None) -> None:
+    def __init__(self, pool: BlockPool, memory: dict[tuple[int, int], int] | None = None) -> None:
         self.memory: dict[tuple[int, int], int] = {} if memory is None else memory
+        self.pool = pool
         self.plans: list[list[tuple[str, int, int, bool]]] = []
         self.fail_next: Exception | None = None
 
@@ -42,6 +44,10 @@ class FakeRunner:
             raise error
         assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
         for chunk in plan.chunks:
+            table = chunk.sequence.table
+            written = table.block_ids[chunk.start // BLOCK_SIZE : -(-chunk.end // BLOCK_SIZE)]
+            owned = all(self.pool.generation_of(block_id) == table.generation for block_id in written)
+            assert owned, "a block that others may read is written"
             self.write(chunk.sequence.table.block_ids, chunk.sequence.token_ids, start=chunk.start, end=chunk.end)
         rows = []
         for chunk in plan.chunks:
@@ -66,16 +72,21 @@ def make_core(
     max_tokens_per_step: int = 8,
     max_model_len: int = 100,
     hold: bool = False,
+    caches: bool = False,
+    hit_multiple: int = 1,
 ) -> tuple[EngineCore, FakeRunner, BlockPool]:
-    runner, pool = FakeRunner(), BlockPool(num_blocks)
+    pool = BlockPool(num_blocks)
+    runner = FakeRunner(pool)
     config = EngineConfig(
         max_num_sequences=max_num_sequences,
         max_tokens_per_step=max_tokens_per_step,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE,
         hold_after_first_token=hold,
+        prefix_hit_multiple=hit_multiple,
     )
-    return EngineCore(runner, pool, config), runner, pool
+    hasher = PrefixHasher("fake", block_size=BLOCK_SIZE) if caches else None
+    return EngineCore(runner, pool, config, hasher=hasher), runner, pool
 
 
 def make_spec(
@@ -89,6 +100,7 @@ def make_spec(
     priority: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
+    salt: str = "",
 ) -> SequenceSpec:
     return SequenceSpec(
         request_id=RequestId(request_id),
@@ -99,6 +111,7 @@ def make_spec(
         stop_token_ids=frozenset(stop),
         resumed_token_ids=tuple(resumed),
         priority=priority,
+        cache_salt=salt,
     )
 
 

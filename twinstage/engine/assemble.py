@@ -17,6 +17,7 @@ from twinstage.errors import ConfigError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
+from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.models.describe import describe_model
 from twinstage.models.load import load_model
 from twinstage.telemetry.log import get_logger
@@ -36,13 +37,22 @@ class EngineParts:
     pool: BlockPool
     layout: KvLayout
     memory: BlockMemory
+    hasher: PrefixHasher | None = None  # names blocks for the prefix cache; None: there is none
 
     def close(self) -> int:
         """Check the pool's books and give the memory back; returns the number of leaked blocks.
 
-        Raises IntegrityError when a block is neither free nor owned by exactly one table.
+        Raises IntegrityError when the books of the pool do not balance.
         """
         self.pool.check_integrity()
+        load = self.core.load()
+        if self.hasher is not None:
+            logger.info(
+                "prefix cache",
+                looked_up_tokens=load.prefix_looked_up_tokens,
+                hit_tokens=load.prefix_hit_tokens,
+                cached_blocks=self.pool.num_cached,
+            )
         leaked = self.pool.num_blocks - self.pool.num_free
         if leaked:
             logger.error("kv blocks leaked", owners=self.pool.owners())
@@ -75,7 +85,8 @@ def build_engine(
         block_size=settings.block_size,
         hold_after_first_token=role is Role.PREFILL,
     )
-    core = EngineCore(ModelRunner(model, KvStore(layout, memory)), pool, config)
+    hasher = PrefixHasher(layout.fingerprint, block_size=layout.block_size) if settings.prefix_cache else None
+    core = EngineCore(ModelRunner(model, KvStore(layout, memory)), pool, config, hasher=hasher)
     description = _describe(
         settings,
         found,
@@ -91,7 +102,7 @@ def build_engine(
             pool_tokens=num_blocks * layout.block_size,
             max_model_len=model.max_model_len,
         )
-    return EngineParts(core=core, pool=pool, layout=layout, memory=memory), description
+    return EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher), description
 
 
 def build_encoder(

@@ -36,6 +36,7 @@ from twinstage.engine.output import (
 )
 from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.prefill_scheduler import PrefillScheduler
+from twinstage.engine.prefix_cache import PrefixCache
 from twinstage.engine.sampler import Sampler
 from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations, pool_too_small
 from twinstage.errors import (
@@ -47,6 +48,7 @@ from twinstage.errors import (
 )
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.layout import blocks_for
+from twinstage.kv.prefix_index import HashChain, PrefixHasher
 from twinstage.telemetry.log import get_logger
 from twinstage.types import ProducedToken, RequestId, SequenceSpec, TokenChunk
 
@@ -83,19 +85,23 @@ class EngineCore:
         pool: BlockPool,
         config: EngineConfig,
         *,
+        hasher: PrefixHasher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`hasher` names blocks for the prefix cache; without it nothing is cached."""
         self.pool = pool
         self.config = config
         self._runner = runner
         self._clock = clock
         self._sampler = Sampler()
+        self._prefix_cache = PrefixCache(hasher, block_size=config.block_size, hit_multiple=config.prefix_hit_multiple)
         self._prefill = PrefillScheduler(
             pool,
             block_size=config.block_size,
             chunk_size=config.max_tokens_per_step,
             max_num_sequences=config.max_num_sequences,
             decodes_here=not config.hold_after_first_token,
+            prefix_cache=self._prefix_cache,
         )
         self._decode = DecodeScheduler(pool, block_size=config.block_size, max_num_sequences=config.max_num_sequences)
         self._live: dict[RequestId, Sequence] = {}
@@ -127,10 +133,13 @@ class EngineCore:
         else:
             self._queue(sequence)
 
-    def add_prefilled(self, spec: SequenceSpec, table: BlockTable, token: ProducedToken) -> None:
+    def add_prefilled(
+        self, spec: SequenceSpec, table: BlockTable, token: ProducedToken, *, hashes: HashChain | None = None
+    ) -> None:
         """Go on after `token`, the first new one, which the client already has.
 
-        `table` holds the keys and values of prompt and resumed tokens and belongs to the engine once this returns.
+        `table` holds the keys and values of prompt and resumed tokens and belongs to the engine once this returns;
+        `hashes` are the names of its complete blocks, where somebody has computed them already.
         Raises AlreadyExists when the id is live, IntegrityError when the table is too small; it is the caller's then.
         """
         self._check_new(spec)
@@ -145,8 +154,11 @@ class EngineCore:
             output_token_ids=[*spec.resumed_token_ids, token.token_id],
             num_computed_tokens=num_known,
             was_prefilled_elsewhere=True,
+            hashes=hashes,
+            num_published_blocks=table.num_shared,
         )
         self._live[spec.request_id] = sequence
+        self._prefix_cache.publish(sequence)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         if finish is None:
             self._decode.add(sequence)
@@ -199,6 +211,8 @@ class EngineCore:
             waiting_tokens=self._prefill.num_uncomputed_tokens,
             finished=self._num_finished,
             wanted_blocks=self._prefill.wanted_blocks,
+            prefix_looked_up_tokens=self._prefix_cache.looked_up_tokens,
+            prefix_hit_tokens=self._prefix_cache.hit_tokens,
         )
 
     # --- the step --------------------------------------------------------------------------------
@@ -248,6 +262,7 @@ class EngineCore:
         sequence = chunk.sequence
         is_prefill = sequence in self._prefill.prefilling
         sequence.mark_computed(chunk.end)
+        self._prefix_cache.publish(sequence)
         if is_prefill:
             self._record.computed.append(computed_chunk(sequence))
         if token is None:

@@ -20,6 +20,7 @@ from twinstage.engine.runner import ModelRunner
 from twinstage.errors import ConfigError, IntegrityError, InternalError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.memory import BlockMemory
+from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.kv.store import KvStore
 from twinstage.models.load import load_model
 from twinstage.models.resolve import resolve_model
@@ -33,7 +34,11 @@ _DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmOptions:
-    """How to load and run a model; lengths in tokens. `threads` None leaves the process's number as it is."""
+    """How to load and run a model; lengths in tokens. `threads` None leaves the process's number as it is.
+
+    `prefix_cache` lets later prompts begin with what earlier ones computed; `prefix_hit_multiple` as in EngineConfig.
+    Off by default, as results are compared with those of this class: it computes everything anew.
+    """
 
     revision: str | None = None
     cache_directory: Path | None = None
@@ -44,6 +49,8 @@ class LlmOptions:
     kv_cache_bytes: int = 512 * 1024 * 1024
     max_num_sequences: int = 64
     max_tokens_per_step: int = 512
+    prefix_cache: bool = False
+    prefix_hit_multiple: int = 1
     progress: Callable[[str], None] | None = None
 
 
@@ -102,8 +109,10 @@ class LLM:
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=self.max_model_len,
             block_size=options.block_size,
+            prefix_hit_multiple=options.prefix_hit_multiple,
         )
-        self.core = EngineCore(ModelRunner(paged, KvStore(self._layout, self.memory)), self.pool, config)
+        hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
+        self.core = EngineCore(ModelRunner(paged, KvStore(self._layout, self.memory)), self.pool, config, hasher=hasher)
         self._request_numbers = itertools.count()
 
     def generate(

@@ -17,23 +17,29 @@ class EngineConfig:
     max_tokens_per_step: int  # prompt tokens of a step, and the size of a chunk; decoded tokens come on top
     max_model_len: int
     block_size: int
+    prefix_hit_multiple: int = 1  # tokens; what the prefix cache has of a prompt is used up to a multiple of it
     hold_after_first_token: bool = False  # and keep the blocks of sequences that end, until they are aborted
 
     def __post_init__(self) -> None:
-        for name in ("max_num_sequences", "max_tokens_per_step", "max_model_len", "block_size"):
+        for name in ("max_num_sequences", "max_tokens_per_step", "max_model_len", "block_size", "prefix_hit_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine is. `wanted_blocks` is what the next waiting sequence needs."""
+    """How busy an engine is. `wanted_blocks` is what the next waiting sequence needs.
+
+    Since the start, of the tokens that were `looked_up` in the prefix cache, the `prefix_hit` ones were not computed.
+    """
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # known tokens yet to be computed, of waiting and prefilling sequences
     finished: int = 0
     wanted_blocks: int = 0
+    prefix_looked_up_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
     waiting ──admit: all blocks of the known tokens──> prefilling ──last chunk──> (left to the core)
 
-A sequence gets all blocks of its prompt at once, so two half-computed prompts can never wait for each other. Admission
-is strictly by rank: nobody overtakes a sequence that waits for blocks, so none waits forever.
+A sequence gets all blocks of its prompt at once, those of a known beginning among them, so two half-computed prompts
+can never wait for each other. Admission is strictly by rank: nobody overtakes a sequence that waits for blocks, so none
+waits forever.
 
 Chunks end at fixed places, multiples of the chunk size, whatever else is in the step: a chunk is taken whole or not at
 all. What a prompt is computed with then does not depend on its neighbours.
@@ -15,6 +16,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from twinstage.engine.plan import ScheduledChunk
+from twinstage.engine.prefix_cache import PrefixCache
 from twinstage.engine.sequence import Sequence
 from twinstage.errors import KvExhausted
 from twinstage.kv.block_pool import BlockPool
@@ -27,13 +29,21 @@ class PrefillScheduler:
     """The sequences that wait for their prompt (for a preempted one: all its tokens) to be computed."""
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, chunk_size: int, max_num_sequences: int, decodes_here: bool
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        chunk_size: int,
+        max_num_sequences: int,
+        decodes_here: bool,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._pool = pool
         self._decodes_here = decodes_here
         self._block_size = block_size
         self._chunk_size = chunk_size  # tokens, also the most prompt tokens of a step
         self._max_num_sequences = max_num_sequences
+        self._prefix_cache = prefix_cache or PrefixCache(None, block_size=block_size)
         self.waiting: list[Sequence] = []  # by rank; without blocks
         self.prefilling: list[Sequence] = []  # by rank; with blocks for all known tokens
 
@@ -76,7 +86,7 @@ class PrefillScheduler:
                 return
             growing = len(self.prefilling) + len(decoding) if self._decodes_here else 0
             try:
-                sequence.table.grow(self._blocks_of(sequence), keep_free=growing)
+                self._prefix_cache.take_blocks(sequence, keep_free=growing)
             except KvExhausted:
                 return
             self.waiting.pop(0)
@@ -89,11 +99,12 @@ class PrefillScheduler:
         for sequence in self.prefilling:
             if len(chunks) == max_chunks:
                 break
-            length = min(sequence.num_uncomputed_tokens, self._chunk_size)
+            self._prefix_cache.look_again(sequence)
+            start = sequence.num_computed_tokens
+            length = min(sequence.num_uncomputed_tokens, self._chunk_size - start % self._chunk_size)
             if length > tokens_left:
                 continue  # a later, shorter one may fit; this one is considered first again in the next step
             tokens_left -= length
-            start = sequence.num_computed_tokens
             chunks.append(
                 ScheduledChunk(
                     sequence=sequence, start=start, length=length, samples=start + length == sequence.num_tokens

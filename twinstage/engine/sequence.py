@@ -3,7 +3,7 @@
 `num_computed_tokens` counts the leading tokens of `token_ids` whose keys and values are in `table`:
 
     waiting     table empty, nothing computed
-    prefilling  table has room for all of token_ids; computed chunk by chunk
+    prefilling  table has room for all of token_ids; computed chunk by chunk, after the beginning that was found
     decoding    everything is computed but the last token
 
 A preempted sequence is a waiting one with output tokens.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from twinstage.errors import FieldViolation, KvExhausted
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.layout import blocks_for
+from twinstage.kv.prefix_index import HashChain
 from twinstage.types import Finish, FinishReason, RequestId, SequenceSpec
 
 
@@ -48,6 +49,8 @@ class Sequence:
     started_s: float | None = None  # first computed
     first_token_s: float | None = None  # first token sampled here
     computed_prompt_tokens: int = 0
+    hashes: HashChain | None = None  # names of the leading blocks, as far as anybody asked
+    num_published_blocks: int = 0  # leading ones that the prefix index has heard of
 
     @property
     def request_id(self) -> RequestId:
@@ -81,6 +84,7 @@ class Sequence:
         """Begin again with an empty `table`; the tokens stay."""
         self.table = table
         self.num_computed_tokens = 0
+        self.num_published_blocks = 0
 
     def mark_computed(self, end: int) -> None:
         """The tokens before `end` are computed now."""

@@ -41,6 +41,11 @@ class WorkerSettings(ProcessSettings):
     kv_cache_bytes: ByteSize = Field(
         default=ByteSize(512 * 1024 * 1024), gt=0, description="Memory for KV blocks, such as 512MiB or 4GiB."
     )
+    prefix_cache: bool = Field(
+        default=True,
+        description="Keep the KV blocks of finished requests until their memory is needed, so that a prompt which "
+        "begins like an earlier one is computed and handed over from where it differs.",
+    )
     max_num_sequences: int = Field(default=64, ge=1, description="Sequences computed together at most.")
     max_tokens_per_step: int = Field(
         default=512, ge=1, description="Tokens computed in one step at most; longer prompts are computed in chunks."

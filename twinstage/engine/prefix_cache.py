@@ -1,0 +1,74 @@
+"""What the engine does with beginnings that are known: takes them where a sequence starts, publishes what it computed.
+
+Torch-free. Without a hasher nothing is found and nothing published: every token is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+
+from twinstage.engine.sequence import Sequence
+from twinstage.kv.layout import blocks_for
+from twinstage.kv.prefix_index import BlockHash, PrefixHasher
+
+
+class PrefixCache:
+    """Between the sequences of one engine and the prefix index of its block pool.
+
+    `hit_multiple` in tokens: what is found ends at a multiple of it, so that the rest is computed from places that do
+    not depend on the cache any finer than that.
+    """
+
+    def __init__(self, hasher: PrefixHasher | None, *, block_size: int, hit_multiple: int = 1) -> None:
+        self._hasher = hasher
+        self._block_size = block_size
+        self._multiple = math.lcm(hit_multiple, block_size) // block_size  # blocks
+        self.looked_up_tokens = 0  # of sequences when they started, since the engine did
+        self.hit_tokens = 0  # of all sequences: not computed, because they were found
+
+    def take_blocks(self, sequence: Sequence, *, keep_free: int) -> None:
+        """Give a waiting sequence blocks for all its known tokens; those that are found are computed with it.
+
+        Raises KvExhausted, with nothing changed, unless `keep_free` blocks more remain free.
+        """
+        count = blocks_for(sequence.num_tokens, block_size=self._block_size)
+        hits = sequence.table.grow(count, keep_free=keep_free, prefix=self._wanted(sequence), multiple=self._multiple)
+        self.looked_up_tokens += sequence.num_tokens if self._hasher is not None else 0
+        self._skip(sequence, hits)
+
+    def look_again(self, sequence: Sequence) -> None:
+        """Take what became known since: by a sequence with the same beginning that is ahead of this one."""
+        start, offset = divmod(sequence.num_computed_tokens, self._block_size)
+        wanted = self._wanted(sequence)[start:]
+        if wanted and not offset and not start % self._multiple:
+            self._skip(sequence, sequence.table.exchange(start, wanted, multiple=self._multiple))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the blocks known that were completed since the last time."""
+        start, end = sequence.num_published_blocks, sequence.num_computed_tokens // self._block_size
+        if self._hasher is None or start >= end:
+            return
+        sequence.table.publish(start, self._names(sequence, self._hasher, end=end)[start:end])
+        sequence.num_published_blocks = end
+
+    def _skip(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.num_computed_tokens += num_blocks * self._block_size
+        sequence.num_published_blocks += num_blocks
+        self.hit_tokens += num_blocks * self._block_size
+
+    def _wanted(self, sequence: Sequence) -> Items[BlockHash]:
+        """Names of the blocks that need not be computed; the last token must be, for its logits."""
+        if self._hasher is None:
+            return ()
+        end = (sequence.num_tokens - 1) // self._block_size
+        return self._names(sequence, self._hasher, end=end)[:end]
+
+    def _names(self, sequence: Sequence, hasher: PrefixHasher, *, end: int) -> list[BlockHash]:
+        """The names of the first `end` blocks at least."""
+        if sequence.hashes is None:
+            sequence.hashes = hasher.chain(salt=sequence.spec.cache_salt)
+        named = sequence.hashes.num_tokens
+        if named < end * self._block_size:
+            sequence.hashes.extend(sequence.token_ids_between(named, end * self._block_size))
+        return sequence.hashes.hashes
