@@ -1,4 +1,4 @@
-"""What a decode worker grants: how many blocks a request needs, and the right to fill them."""
+"""What a decode worker grants: how many blocks a request needs, and the right to fill those that it lacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 from twinstage.errors import KvExhausted
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.layout import KvLayout
+from twinstage.kv.prefix_index import HashChain, PrefixHasher
 from twinstage.types import KvEndpoint, KvGrant, SequenceSpec, WorkerDescription
 
 TOKEN_BYTES = 32
@@ -25,6 +26,13 @@ def blocks_needed(spec: SequenceSpec, layout: KvLayout, *, pool_blocks: int) -> 
     return layout.blocks_for(tokens)
 
 
+def block_names(spec: SequenceSpec, hasher: PrefixHasher | None) -> HashChain | None:
+    """The names of the prompt's complete blocks, under which this worker may have them; None without a prefix cache."""
+    if hasher is None:
+        return None
+    return hasher.chain([*spec.prompt_token_ids, *spec.resumed_token_ids], salt=spec.cache_salt)
+
+
 def make_grant(
     table: BlockTable,
     description: WorkerDescription,
@@ -33,14 +41,18 @@ def make_grant(
     endpoints: tuple[KvEndpoint, ...],
     lease_s: float,
 ) -> KvGrant:
-    """The right to fill the blocks of `table`, with a token that only this grant carries."""
+    """The right to fill the blocks that `table` owns, with a token that only this grant carries.
+
+    Those that it shares come first, and nobody may write them.
+    """
     return KvGrant(
         worker_id=description.worker_id,
         epoch=description.epoch,
         transfer_id=transfer_id,
         generation=table.generation,
         token=secrets.token_bytes(TOKEN_BYTES),
-        block_ids=table.block_ids,
+        block_ids=table.block_ids[table.num_shared :],
+        num_cached_blocks=table.num_shared,
         layout_fingerprint=description.kv_layout_fingerprint,
         endpoints=endpoints,
         lease_s=lease_s,

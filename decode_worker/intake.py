@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from twinstage.engine.core import EngineCore
 from twinstage.errors import StaleHandle, TransferError
 from twinstage.kv.block_pool import BlockTable
+from twinstage.kv.prefix_index import HashChain
 from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
 from twinstage.types import ProducedToken, RequestId, SequenceSpec
 
@@ -26,6 +27,7 @@ class OpenGrant:
     key: RequestId
     spec: SequenceSpec
     table: BlockTable
+    hashes: HashChain | None = None  # names of the complete blocks, for the prefix cache
 
     @property
     def num_tokens(self) -> int:
@@ -105,4 +107,4 @@ def _mismatch(commit: HandoverCommit, grant: OpenGrant) -> TransferError | None:
 
 
 def _add(core: EngineCore, grant: OpenGrant, token: ProducedToken) -> None:
-    core.add_prefilled(replace(grant.spec, request_id=grant.key), grant.table, token)
+    core.add_prefilled(replace(grant.spec, request_id=grant.key), grant.table, token, hashes=grant.hashes)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from twinstage.errors import DeadlineExceeded, KvExhausted, TwinstageError
 from twinstage.kv.block_pool import BlockPool, BlockTable
+from twinstage.kv.prefix_index import HashChain
 from twinstage.types import RequestId
 
 MAX_WAITING = 1024
@@ -19,12 +20,16 @@ Reserved = TypeVar("Reserved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """Who wants blocks, and how many; `owner` is the name they get in the pool's books."""
+    """Who wants blocks, and how many; `owner` is the name they get in the pool's books.
+
+    `hashes` name what the leading ones shall hold: those that the worker has already are shared.
+    """
 
     request_id: RequestId
     session_id: str
     owner: RequestId
     num_blocks: int
+    hashes: HashChain | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,8 +94,12 @@ class Reservations(Generic[Reserved]):
         """Give blocks to those who wait, in order, as far as the pool allows."""
         while self._waiters and self._may_take():
             waiter = self._waiters[0]
+            wish = waiter.wish
+            prefix = wish.hashes.hashes if wish.hashes is not None else ()
             try:
-                table = self._pool.allocate(waiter.wish.num_blocks, owner=waiter.wish.owner, keep_free=self._headroom())
+                table = self._pool.allocate(
+                    wish.num_blocks, owner=wish.owner, keep_free=self._headroom(), prefix=prefix
+                )
             except KvExhausted:
                 return
             self._waiters.popleft()

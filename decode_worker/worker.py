@@ -20,14 +20,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from decode_worker.grants import blocks_needed, make_grant
+from decode_worker.grants import block_names, blocks_needed, make_grant
 from decode_worker.intake import Intake, OpenGrant
 from decode_worker.request import DecodeRequest, RequestBook, totals_of
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
 from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, StepOutput
-from twinstage.engine.load_board import LoadBoard
+from twinstage.engine.load_board import LoadBoard, pool_load
 from twinstage.engine.loop import EngineLoop
 from twinstage.engine.sequence_check import check_sequence
 from twinstage.errors import Cancelled, Draining, InternalError, TransferError, TwinstageError
@@ -127,7 +127,8 @@ class DecodeWorker:
         needed = blocks_needed(spec, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         transfer_id = secrets.randbits(63)
         key = RequestId(f"{spec.request_id}#{transfer_id:x}")
-        wish = Wish(request_id=spec.request_id, session_id=session_id, owner=key, num_blocks=needed)
+        hashes = block_names(spec, self._parts.hasher)
+        wish = Wish(request_id=spec.request_id, session_id=session_id, owner=key, num_blocks=needed, hashes=hashes)
         started_s = time.monotonic()
         deadline_s = started_s + timeout_s
 
@@ -139,7 +140,7 @@ class DecodeWorker:
             lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
             request = DecodeRequest(key=key, spec=spec, session=session, table=table, grant=grant, lease=lease)
             self._requests.enter(request)
-            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table))
+            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes))
             return request
 
         request = await self._reservations.take(wish, use, timeout_s=timeout_s)
@@ -251,10 +252,16 @@ class DecodeWorker:
             self._idle.clear()
         self.loads.changed()
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what is in the KV blocks; returns of how many."""
+        dropped = self._parts.pool.reset_prefix_cache()
+        self.loads.changed()
+        return dropped
+
     def _load(self) -> WorkerLoad:
         load = self._engine.load()
-        return WorkerLoad(
-            free_kv_blocks=self._parts.pool.num_free,
+        return replace(
+            pool_load(self._parts.pool),
             running=load.running,
             waiting=load.waiting + len(self._reservations),
             waiting_tokens=load.waiting_tokens,

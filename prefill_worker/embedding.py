@@ -166,6 +166,10 @@ class EmbeddingWorker:
             draining=self._draining,
         )
 
+    def reset_prefix_cache(self) -> int:
+        """Nothing: an embedding model keeps nothing of its inputs."""
+        return 0
+
     def begin_drain(self) -> None:
         """Take nothing new from now on."""
         self._draining = True

@@ -3,8 +3,10 @@
     advance, advance, ... commit     the prompt was computed and the generation goes on elsewhere
     advance, advance, ... abort      it was cancelled, it failed, or its first token was also its last
 
-Every block is written once, as soon as all its tokens are computed; the last one, which may be partly filled, when
-the prompt is complete. The sender reads the blocks from where they are: they may be released only after it has reported
+Every block that the grant names is written once, as soon as all its tokens are computed; the last one, which may be
+partly filled, when the prompt is complete. The decode worker has the blocks before those already.
+
+The sender reads the blocks from where they are: they may be released only after it has reported
 the transfer's result.
 """
 
@@ -22,9 +24,11 @@ from twinstage.transfer.values import HandoverCommit
 class Handoff:
     """Writes the blocks of one prompt as they are completed, on the engine's thread; `abort` may come from any."""
 
-    def __init__(self, transfer: OutgoingTransfer, *, block_size: int) -> None:
+    def __init__(self, transfer: OutgoingTransfer, *, block_size: int, num_cached_blocks: int = 0) -> None:
+        """`num_cached_blocks` come before the first block of the grant; they are not written."""
         self._transfer = transfer
         self._block_size = block_size
+        self._first = num_cached_blocks
         self._written: tuple[int, ...] = ()  # ids of source blocks, by position in the grant
         self._lock = threading.Lock()
         self._closed = False  # committed or aborted
@@ -40,7 +44,8 @@ class Handoff:
         with self._lock:
             if self._closed:
                 return
-            if computed.block_ids[: len(self._written)] != self._written:
+            next_block = self._first + len(self._written)
+            if computed.block_ids[self._first : next_block] != self._written:
                 self._give_up(
                     TransferError("the prompt was computed again in other blocks while it was being handed over")
                 )
@@ -48,7 +53,7 @@ class Handoff:
             complete = computed.num_computed_tokens // self._block_size
             if computed.num_computed_tokens >= computed.total_tokens:
                 complete = -(-computed.total_tokens // self._block_size)
-            fresh = computed.block_ids[len(self._written) : complete]
+            fresh = computed.block_ids[next_block:complete]
             if fresh:
                 self._written += fresh
                 self._unless_refused(lambda: self._transfer.write(fresh, len(self._written) - len(fresh)))

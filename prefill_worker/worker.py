@@ -23,7 +23,7 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest
 from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, SequenceStats, StepOutput
-from twinstage.engine.load_board import LoadBoard
+from twinstage.engine.load_board import LoadBoard, pool_load
 from twinstage.engine.loop import EngineLoop
 from twinstage.engine.sequence_check import check_sequence
 from twinstage.errors import Cancelled, Draining, FieldViolation, InternalError, InvalidRequest, KvExhausted
@@ -100,7 +100,9 @@ class PrefillWorker:
         request = PrefillRequest(key=RequestId(f"{spec.request_id}#{self._serial}"), spec=spec)
         if grant is not None:
             transfer = self._sender.open(grant, lambda outcome: self._call_soon(self._transfer_ended, request, outcome))
-            request.handoff = Handoff(transfer, block_size=self._parts.layout.block_size)
+            request.handoff = Handoff(
+                transfer, block_size=self._parts.layout.block_size, num_cached_blocks=grant.num_cached_blocks
+            )
             request.transfer_open = True
         request.in_engine = True
         self._requests[request.key] = request
@@ -115,8 +117,9 @@ class PrefillWorker:
             raise KvExhausted(
                 f"{tokens} tokens need {needed} KV blocks, but this prefill worker has {self._parts.pool.num_blocks}"
             )
-        if grant is not None and len(grant.block_ids) != needed:
-            wrong = f"has {len(grant.block_ids)} blocks, but the sequence needs {needed}"
+        if grant is not None and grant.num_cached_blocks + len(grant.block_ids) != needed:
+            granted = f"{len(grant.block_ids)} blocks after {grant.num_cached_blocks} cached ones"
+            wrong = f"has {granted}, but the sequence needs {needed}"
             raise InvalidRequest([FieldViolation("grant.block_ids", wrong)])
 
     # --- on the engine thread ------------------------------------------------------------------------
@@ -238,10 +241,16 @@ class PrefillWorker:
         if not self._requests:
             self._idle.set()
 
+    def reset_prefix_cache(self) -> int:
+        """Forget what is in the KV blocks; returns of how many."""
+        dropped = self._parts.pool.reset_prefix_cache()
+        self.loads.changed()
+        return dropped
+
     def _load(self) -> WorkerLoad:
         load = self._engine.load()
-        return WorkerLoad(
-            free_kv_blocks=self._parts.pool.num_free,
+        return replace(
+            pool_load(self._parts.pool),
             running=load.running,
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,

@@ -169,6 +169,9 @@ class WorkerTable:
         try:
             entry.description = description = await connection.describe(timeout_s=CONTACT_TIMEOUT_S)
             _check_protocol(description)
+            if entry.owes_reset:  # it may be the one that was lost, with all it had
+                await connection.reset_prefix_cache(timeout_s=CONTACT_TIMEOUT_S)
+                entry.owes_reset = False
             tokenizer = await self._tokenizers.get(connection, description.model.tokenizer_fingerprint)
             session = None
             if description.role is Role.DECODE:

@@ -147,6 +147,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.address = ""
         self.load = WorkerLoad(free_kv_blocks=description.total_kv_blocks)
         self.served = 0
+        self.resets = 0
+        self.cached_blocks = 5
         self._load_changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -190,6 +192,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(request.interval_ms / 1000):
                     await self._load_changed.wait()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        await self.script.enter("reset")
+        self.resets += 1
+        return worker_pb2.ResetPrefixCacheResponse(dropped_blocks=self.cached_blocks)
 
     async def GetTokenizerBundle(  # noqa: N802
         self, request: worker_pb2.GetTokenizerBundleRequest, context: Any

@@ -326,6 +326,7 @@ def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path)
         threads=3,
         kv_cache_bytes="8MiB",
         kv_transports="tcp",
+        prefix_cache=False,
         log_level="debug",
         log_directory=logs,
         decode_flags=("--block-size", "8"),
@@ -344,8 +345,9 @@ def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path)
     workers = ["big-prefill-0", "big-decode-0", "big-decode-1", "demo-embedding-prefill-0"]
     assert sorted(started) == sorted([*workers, "router"])
     assert "--model demo --worker-id big-decode-1 --listen 127.0.0.1:0 --threads 3" in started["big-decode-1"]
-    for flag in ("--served-model-name big", "--kv-cache-bytes 8MiB", "--kv-transports tcp", "--log-level debug"):
+    for flag in ("--served-model-name big", "--kv-cache-bytes 8MiB", "--kv-transports tcp", "--no-prefix-cache"):
         assert flag in started["big-decode-1"]
+    assert "--log-level debug" in started["big-decode-1"]
     assert "--block-size 8" in started["big-decode-0"]
     assert "--block-size" not in started["big-prefill-0"]
     assert started["router"].count("--workers 127.0.0.1:1") == len(workers)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -126,9 +126,13 @@ class Bench:
 
 
 @asynccontextmanager
-async def _bench(*, num_blocks: int = NUM_BLOCKS, max_num_sequences: int = 16) -> AsyncIterator[Bench]:
+async def _bench(
+    *, num_blocks: int = NUM_BLOCKS, max_num_sequences: int = 16, caches: bool = False
+) -> AsyncIterator[Bench]:
     runner = StandInRunner()
-    parts = engine_parts(runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_sequences=max_num_sequences)
+    parts = engine_parts(
+        runner, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_sequences=max_num_sequences, caches=caches
+    )
     receivers: list[StandInReceiver] = []
 
     def open_receiver(delegate: TransferDelegate) -> StandInReceiver:
@@ -192,6 +196,68 @@ async def _failure(session: Session) -> TwinstageError:
             if isinstance(message, SessionFailure):
                 return message.error
     raise AssertionError("the session ended without a failure")
+
+
+# --- the prefix cache -----------------------------------------------------------------------------
+
+
+async def test_a_grant_names_only_the_blocks_that_the_worker_lacks() -> None:
+    async with _bench(caches=True) as bench:
+        session = bench.worker.open_session("s")
+
+        async def one(spec: SequenceSpec, *, cached: int, granted: int) -> None:
+            grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+            assert (grant.num_cached_blocks, len(grant.block_ids)) == (cached, granted)
+            known = (*spec.prompt_token_ids, *spec.resumed_token_ids)
+            await bench.commit(grant, spec)
+            assert (await _collect(session))[0] == continuation(known, 8)[1:]
+            await bench.all_blocks_free()
+
+        await one(_spec(10), cached=0, granted=3)
+        await one(_spec(10), cached=2, granted=1)
+        await one(_spec(8), cached=2, granted=0)
+        # 10 tokens and the 8 that followed, of which the last was not computed: 4 blocks are known.
+        answer = continuation(_spec(10).prompt_token_ids, 8)
+        follow_up = replace(_spec(10), prompt_token_ids=(*_spec(10).prompt_token_ids, *answer, 1, 2, 3))
+        await one(follow_up, cached=4, granted=2)
+        await one(replace(_spec(10), cache_salt="another"), cached=0, granted=3)
+        assert bench.worker.reset_prefix_cache() > 0
+        await one(_spec(10), cached=0, granted=3)
+
+
+async def test_blocks_of_a_transfer_that_failed_are_never_known() -> None:
+    async with _bench(caches=True) as bench:
+        bench.worker.open_session("s")
+        for outcome in ("failed", "aborted"):
+            grant, _ = await bench.worker.reserve("s", _spec(), timeout_s=60.0)
+            assert grant.num_cached_blocks == 0
+            await bench.open(grant)
+            error = TransferError(f"the transfer {outcome}")
+            await asyncio.to_thread(bench.receiver.delegate.failed, grant.transfer_id, error)
+            await bench.all_blocks_free()
+
+
+async def test_reserved_blocks_that_are_shared_cannot_be_evicted() -> None:
+    async with _bench(num_blocks=6, caches=True) as bench:
+        session = bench.worker.open_session("s")
+        spec = _spec(10, max_tokens=3)
+        first, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        await bench.commit(first, spec)
+        await _collect(session)
+        await bench.all_blocks_free()
+        again, _ = await bench.worker.reserve("s", replace(spec, request_id=RequestId("again")), timeout_s=60.0)
+        assert (again.num_cached_blocks, len(again.block_ids)) == (2, 1)
+        assert await bench.free_blocks() == 3
+        other = _spec(12, request_id="other")
+        other = replace(other, prompt_token_ids=tuple(range(40, 52)), max_tokens=2)
+        grant, _ = await bench.worker.reserve("s", other, timeout_s=60.0)
+        assert len(grant.block_ids) == 3
+        assert set(grant.block_ids).isdisjoint(again.block_ids)
+        assert await bench.free_blocks() == 0
+        bench.worker.abort(session, RequestId("other"))
+        await bench.commit(again, replace(spec, request_id=RequestId("again")))
+        tokens, _ = await _collect(session, "again")
+        assert tokens == continuation(spec.prompt_token_ids, 3)[1:]
 
 
 # --- one request ----------------------------------------------------------------------------------

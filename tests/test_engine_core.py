@@ -513,7 +513,7 @@ def test_a_runner_with_the_wrong_number_of_rows_is_noticed() -> None:
 
     pool = BlockPool(8)
     config = EngineConfig(max_num_sequences=2, max_tokens_per_step=8, max_model_len=50, block_size=BLOCK_SIZE)
-    core = EngineCore(Short(), pool, config)
+    core = EngineCore(Short(pool), pool, config)
     core.add(make_spec("r"))
     assert isinstance(drain(core).errors["r"], ComputeFailed)
     assert pool.num_free == 8
@@ -530,7 +530,7 @@ def test_bad_logits_fail_their_row_only() -> None:
 
     pool = BlockPool(8)
     config = EngineConfig(max_num_sequences=2, max_tokens_per_step=8, max_model_len=50, block_size=BLOCK_SIZE)
-    core = EngineCore(Poisoned(), pool, config)
+    core = EngineCore(Poisoned(pool), pool, config)
     core.add(make_spec("bad"))
     core.add(make_spec("good"))
     collected = drain(core)
@@ -569,7 +569,8 @@ def test_times_and_computed_tokens() -> None:
             return super().run(plan)
 
     config = EngineConfig(max_num_sequences=2, max_tokens_per_step=8, max_model_len=50, block_size=BLOCK_SIZE)
-    core = EngineCore(Slow(), BlockPool(16), config, clock=lambda: now[0])
+    pool = BlockPool(16)
+    core = EngineCore(Slow(pool), pool, config, clock=lambda: now[0])
     core.add(make_spec("r", prompt=range(10), max_tokens=4, resumed=[3]))
     now[0] += 1.0
     outputs = [core.step() for _ in range(4)]

@@ -181,6 +181,30 @@ def test_each_block_is_written_once_when_it_is_complete() -> None:
     assert transfer.writes == [((10, 11), 0), ((12,), 2)]
 
 
+def test_blocks_that_the_decode_worker_has_are_not_written() -> None:
+    transfer = StandInTransfer(on_result=lambda outcome: None)
+    handoff = Handoff(transfer, block_size=4, num_cached_blocks=2)  # type: ignore[arg-type]
+    blocks = (10, 11, 12, 13)
+    for computed in (4, 8):
+        handoff.advance(_computed(computed, 14, blocks))
+        assert transfer.writes == []
+    handoff.advance(_computed(12, 14, blocks))
+    assert transfer.writes == [((12,), 0)], "positions are those of the grant"
+    handoff.advance(_computed(14, 14, blocks))
+    assert transfer.writes == [((12,), 0), ((13,), 1)]
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=14, token=ProducedToken(token_id=1)))
+    assert len(transfer.commits) == 1
+
+
+def test_when_the_decode_worker_has_everything_only_the_commit_is_sent() -> None:
+    transfer = StandInTransfer(on_result=lambda outcome: None)
+    handoff = Handoff(transfer, block_size=4, num_cached_blocks=2)  # type: ignore[arg-type]
+    handoff.advance(_computed(8, 8, (10, 11)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, token=ProducedToken(token_id=1)))
+    assert transfer.writes == []
+    assert len(transfer.commits) == 1
+
+
 def test_blocks_that_moved_are_not_mixed_with_those_already_written() -> None:
     transfer = StandInTransfer(on_result=lambda outcome: None)
     handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]

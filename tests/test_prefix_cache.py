@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fake_runner import BLOCK_SIZE, VOCAB, Collected, FakeRunner, drain, generate_alone, make_core, make_spec
 from twinstage.engine.core import EngineCore
-from twinstage.kv.block_pool import BlockPool
+from twinstage.kv.block_pool import BlockPool, PrefixLookups
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.types import ProducedToken, RequestId, SequenceSpec
@@ -35,7 +35,7 @@ def test_a_repeated_prompt_is_computed_from_its_last_block_on() -> None:
         collected = run_alone(core, make_spec(name, prompt=range(18), max_tokens=1))
         assert computed_in(runner, name) == [(start, 18 - start)]
         assert collected.tokens[name] == generate_alone(make_spec("x", prompt=range(18), max_tokens=1))[0]
-    assert (core.load().prefix_looked_up_tokens, core.load().prefix_hit_tokens) == (36, 16)
+    assert pool.prefix_lookups == PrefixLookups(wanted=8, found=4)
     assert pool.num_free == pool.num_blocks
 
 

@@ -67,6 +67,26 @@ def _target(name: str) -> str:
 
 
 @BOTH
+def test_a_grant_may_name_no_block_when_all_are_there_already(transport: str) -> None:
+    with open_ends(transport, num_blocks=8) as ends:
+        with pytest.raises(IntegrityError, match="no blocks"):
+            ends.receiver.expect(ends.grant(()))
+        grant = replace(ends.grant(()), num_cached_blocks=2)
+        ends.receiver.expect(grant)
+        transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
+        with pytest.raises(StaleHandle):  # a block that is there already is beyond the grant
+            transfer.write((0,), 0)
+        commit = commit_of(grant.transfer_id)
+        transfer.commit(commit)
+        outcome = ends.results.wait(grant.transfer_id)
+        assert isinstance(outcome, HandoverDone)
+        assert outcome.kv_bytes == 0
+        received = ReceivedBlocks(kv_bytes=0, num_blocks=0, transport=transport)
+        assert ends.delegate.next() == (grant.transfer_id, commit, received)
+        assert bytes(ends.target.block(0)) == bytes(4096)
+
+
+@BOTH
 def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
     with open_ends(transport, num_blocks=8) as ends:
         grant = ends.grant((5, 2, 7))

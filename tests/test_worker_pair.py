@@ -59,7 +59,7 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Iterator[LLM]:
-    options = LlmOptions(kv_cache_bytes=512 * BLOCK_BYTES, max_tokens_per_step=64)
+    options = LlmOptions(kv_cache_bytes=512 * BLOCK_BYTES, max_tokens_per_step=64, threads=1)
     with LLM(str(tiny_model), options) as llm:
         yield llm
 
@@ -105,8 +105,10 @@ class SmallRouter:
         generation = Generation()
         with self.session.subscribe(spec.request_id) as subscription:
             grant, _ = await self.session.reserve(spec, deadline_s=30.0)
+            generation.cached_on_decode = grant.num_cached_blocks
             with self.prefill_by(transport).prefill(spec, grant, timeout_s=30.0) as call:
                 first = await call.first_token()
+                generation.cached_prompt_tokens = first.cached_prompt_tokens
                 generation.add(first.chunk.tokens, first.chunk.finish)
                 if first.chunk.finish is not None:
                     return generation
@@ -131,6 +133,8 @@ class Generation:
     kv_bytes: int = 0
     kv_bytes_received: int = 0
     computed_prompt_tokens: int = -1
+    cached_prompt_tokens: int = -1
+    cached_on_decode: int = -1  # blocks
 
     def add(self, tokens: tuple[ProducedToken, ...], finish: Finish | None) -> None:
         self.tokens += tokens
@@ -231,8 +235,58 @@ async def test_the_pair_equals_the_engine_in_one_process(router: SmallRouter, re
             ]
         num_blocks = -(-len(spec.prompt_token_ids) // 16)
         assert generation.transport == transport
-        assert generation.kv_bytes == generation.kv_bytes_received == num_blocks * BLOCK_BYTES
+        missing = num_blocks - generation.cached_on_decode  # greedy and seeded requests have prompts in common
+        assert generation.kv_bytes == generation.kv_bytes_received == missing * BLOCK_BYTES
         assert generation.computed_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_only_what_decode_lacks_crosses_whatever_the_caches_hold(
+    router: SmallRouter, reference: LLM, transport: str
+) -> None:
+    """Every combination of cold, warm and partly warm caches: equal output, and the blocks that cross, to the byte."""
+    sampling = SamplingParameters(temperature=0.8, top_p=0.95, seed=7)
+    prefill = router.prefill_by(transport)
+    caches = {"prefill": prefill, "decode": router.decode}
+    answers: dict[int, tuple[int, ...]] = {}
+
+    async def turn(length: int, *, cached: int, crossing: int, prompt: tuple[int, ...] = ()) -> None:
+        """`cached`: prompt tokens that prefill does not compute; `crossing`: blocks that decode does not have."""
+        spec = spec_of(f"turn-{transport}", 200, sampling=sampling, max_tokens=20, logprobs=1)
+        spec = replace(spec, prompt_token_ids=prompt or spec.prompt_token_ids[:length])
+        generation = await router.generate(spec, transport=transport)
+        tokens, _ = expected_of(reference, spec)
+        assert generation.token_ids == tuple(token.token_id for token in tokens)
+        for token, expected in zip(generation.tokens, tokens, strict=True):
+            assert token.logprobs is not None
+            assert expected.logprobs is not None
+            assert token.logprobs.logprob == pytest.approx(expected.logprobs.logprob, abs=1e-4)
+        assert (generation.cached_prompt_tokens, generation.kv_bytes // BLOCK_BYTES) == (cached, crossing)
+        assert generation.kv_bytes == generation.kv_bytes_received
+        answers[length] = generation.token_ids
+
+    async def reset(*names: str) -> None:
+        for name in names:
+            await caches[name].reset_prefix_cache(timeout_s=5.0)
+
+    await reset("prefill", "decode")
+    await turn(70, cached=0, crossing=5)
+    await turn(70, cached=64, crossing=1)  # only the partly filled block
+    await turn(64, cached=48, crossing=0)  # decode has all; the last token is computed for its logits
+    await turn(150, cached=64, crossing=6)
+    await reset("prefill")
+    await turn(150, cached=0, crossing=1)
+    await reset("decode")
+    await turn(150, cached=144, crossing=10)
+    await reset("decode")
+    await turn(70, cached=64, crossing=5)
+    await turn(150, cached=144, crossing=6)
+    prompt = (*spec_of("next", 200).prompt_token_ids[:70], *answers[70], 5, 6, 7)
+    # 70 + 20 tokens, of which decode computed all but the last; prefill knows the prompt's 64 only.
+    await turn(93, prompt=prompt, cached=64, crossing=1)
+    load = await router.load(router.decode)
+    assert load.cached_kv_blocks >= 10
+    assert load.prefix_looked_up_blocks > load.prefix_found_blocks > 0
 
 
 async def test_a_replayed_request_goes_on_where_it_was(router: SmallRouter, reference: LLM) -> None:

@@ -14,6 +14,7 @@ from twinstage.engine.plan import StepPlan
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
+from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.types import ModelDescription, Role, Task, WorkerDescription, WorkerId
 
 VOCABULARY_SIZE = 64
@@ -78,6 +79,7 @@ def engine_parts(
     tokens_per_step: int = 64,
     max_num_sequences: int = 16,
     holds: bool = False,
+    caches: bool = False,
 ) -> EngineParts:
     """An engine over `runner`, with a pool and (unused) memory of `num_blocks` small blocks."""
     layout = KvLayout(
@@ -91,8 +93,10 @@ def engine_parts(
         block_size=block_size,
         hold_after_first_token=holds,
     )
+    hasher = PrefixHasher(layout.fingerprint, block_size=block_size) if caches else None
     return EngineParts(
-        core=EngineCore(runner, pool, config),
+        core=EngineCore(runner, pool, config, hasher=hasher),
+        hasher=hasher,
         pool=pool,
         layout=layout,
         memory=BlockMemory.create(num_blocks=num_blocks, block_bytes=layout.block_bytes),

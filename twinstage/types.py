@@ -333,7 +333,11 @@ class WorkerDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """The load of a worker at one moment."""
+    """The load of a worker at one moment.
+
+    The free blocks include the `cached` ones, which the prefix cache knows until they are needed. Since the start,
+    `looked_up` blocks of prompts were looked for there, and the `found` ones need not be computed or sent.
+    """
 
     free_kv_blocks: int = 0
     running: int = 0
@@ -342,6 +346,9 @@ class WorkerLoad:
     finished: int = 0
     kv_bytes_received: int = 0
     draining: bool = False
+    cached_kv_blocks: int = 0
+    prefix_looked_up_blocks: int = 0
+    prefix_found_blocks: int = 0
 
 
 # --- the hand-over --------------------------------------------------------------------------------
@@ -364,7 +371,8 @@ class KvGrant:
     """The right to fill some blocks of a decode worker, once.
 
     The handle is (`worker_id`, `epoch`, `transfer_id`, `generation`): a restarted worker has another epoch, and a
-    block that was given to somebody else since has another generation. `block_ids` are in prompt order.
+    block that was given to somebody else since has another generation. `block_ids` are in prompt order and follow the
+    first `num_cached_blocks` of the prompt, which the decode worker has already and which nobody may write.
     """
 
     worker_id: WorkerId
@@ -376,6 +384,7 @@ class KvGrant:
     layout_fingerprint: str
     endpoints: tuple[KvEndpoint, ...]
     lease_s: float
+    num_cached_blocks: int = 0
 
 
 # --- what is reported -----------------------------------------------------------------------------

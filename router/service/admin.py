@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import twinstage
+from router.cache_reset import reset_prefix_caches
 from router.gate import Gate
 from router.live import LiveRequests
 from router.workers import WorkerTable
@@ -15,7 +16,7 @@ from twinstage.v1 import admin_pb2, admin_pb2_grpc
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """GetServerInfo, ListWorkers and AbortRequest."""
+    """GetServerInfo, ListWorkers, AbortRequest and ResetPrefixCache."""
 
     def __init__(self, workers: WorkerTable, live: LiveRequests, *, gate: Gate) -> None:
         """`gate` is that of the generation requests, whose limit GetServerInfo tells."""
@@ -56,3 +57,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest([FieldViolation("request_id", "must not be empty")])
         self._live.abort(request.request_id)
         return admin_pb2.AbortRequestResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        told = await reset_prefix_caches(self._workers, model=request.model, worker_id=request.worker_id)
+        return admin_pb2.ResetPrefixCacheResponse(
+            workers=[
+                admin_pb2.PrefixCacheReset(worker_id=worker_id, dropped_blocks=dropped) for worker_id, dropped in told
+            ]
+        )

@@ -1,4 +1,4 @@
-"""The commands that call a router: generate, chat, embed, workers, models."""
+"""The commands that call a router: generate, chat, embed, workers, models, reset-prefix-cache."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ def workers(address: str, *, as_json: bool) -> None:
         _print_json(found)
     else:
         console_for_tables().print(workers_table(found))
+
+
+def reset_prefix_cache(address: str, *, model: str, worker_id: str, as_json: bool) -> None:
+    """Empty prefix caches, and say which."""
+    with TwinstageClient(address) as client:
+        told = client.reset_prefix_cache(model=model, worker_id=worker_id)
+    if as_json:
+        _print_json(told)
+    else:
+        for reset in told:
+            print(f"{reset.worker_id}  {reset.dropped_blocks} blocks dropped")
 
 
 def models(address: str, *, as_json: bool) -> None:

@@ -55,6 +55,7 @@ class ClusterConfig:
     pin_cpus: bool = False
     kv_cache_bytes: str | None = None
     kv_transports: str | None = None
+    prefix_cache: bool = True
     log_level: str = "info"
     log_directory: Path | None = None
     stop_grace_s: float = STOP_GRACE_S
@@ -240,6 +241,8 @@ class Cluster:
             flags += ["--served-model-name", model.name]
         if self.config.kv_cache_bytes is not None:
             flags += ["--kv-cache-bytes", self.config.kv_cache_bytes]
+        if not self.config.prefix_cache:
+            flags.append("--no-prefix-cache")
         if self.config.kv_transports is not None:
             flags += ["--kv-transports", self.config.kv_transports]
         if role is Role.DECODE:

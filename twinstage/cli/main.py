@@ -46,6 +46,13 @@ StartTimeout = Annotated[
 KvTransports = Annotated[
     str | None, typer.Option("--kv-transports", help="Ways to hand over KV blocks, best first, such as shm,tcp.")
 ]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Keep the KV blocks of finished requests for those that begin alike, until their memory is needed.",
+    ),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="Least severity that is shown.")
 ]
@@ -80,6 +87,7 @@ def serve(
         str | None, typer.Option("--kv-cache-bytes", help="Memory for KV blocks of each worker, such as 512MiB.")
     ] = None,
     kv_transports: KvTransports = None,
+    prefix_cache: PrefixCache = True,
     log_level: LogLevel = "info",
     log_directory: Annotated[
         Path | None,
@@ -105,6 +113,7 @@ def serve(
         pin_cpus=pin_cpus,
         kv_cache_bytes=kv_cache_bytes,
         kv_transports=kv_transports,
+        prefix_cache=prefix_cache,
         log_level=log_level,
         log_directory=log_directory,
     )
@@ -112,12 +121,23 @@ def serve(
 
 
 @app.command()
-def demo(kv_transports: KvTransports = None, log_level: LogLevel = "info", start_timeout: StartTimeout = 600.0) -> None:
+def demo(
+    kv_transports: KvTransports = None,
+    prefix_cache: PrefixCache = True,
+    log_level: LogLevel = "info",
+    start_timeout: StartTimeout = 600.0,
+) -> None:
     """Start a cluster on the demo model, ask it one question, show where the time went, and stop it."""
     from twinstage.cli import demo as command
     from twinstage.cli.cluster import ClusterConfig
 
-    config = ClusterConfig(port=0, kv_cache_bytes="384MiB", kv_transports=kv_transports, log_level=log_level)
+    config = ClusterConfig(
+        port=0,
+        kv_cache_bytes="384MiB",
+        kv_transports=kv_transports,
+        prefix_cache=prefix_cache,
+        log_level=log_level,
+    )
     command.demo(config, start_timeout_s=start_timeout)
 
 
@@ -179,6 +199,19 @@ def workers(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None
     from twinstage.cli import ask
 
     ask.workers(address, as_json=as_json)
+
+
+@app.command()
+def reset_prefix_cache(
+    address: Address = DEFAULT_ADDRESS,
+    model: Annotated[str, typer.Option("--model", help="Only workers of this model; by default of all.")] = "",
+    worker: Annotated[str, typer.Option("--worker", help="Only the worker with this id; by default all.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Let the workers forget the prompts and answers that they keep for later requests that begin alike."""
+    from twinstage.cli import ask
+
+    ask.reset_prefix_cache(address, model=model, worker_id=worker, as_json=as_json)
 
 
 @app.command()

@@ -20,7 +20,16 @@ from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
 from twinstage.client.client import ADMIN_TIMEOUT_S
 from twinstage.client.options import DEFAULT_OPTIONS, Options
 from twinstage.client.requests import ChatInput, GenerationInput
-from twinstage.client.results import Delta, Embeddings, Generation, ModelInfo, PromptInfo, Summary, WorkerInfo
+from twinstage.client.results import (
+    Delta,
+    Embeddings,
+    Generation,
+    ModelInfo,
+    PrefixCacheReset,
+    PromptInfo,
+    Summary,
+    WorkerInfo,
+)
 from twinstage.client.stream_state import StreamEvent, StreamState
 from twinstage.errors import Cancelled
 from twinstage.types import Truncation
@@ -158,6 +167,13 @@ class AsyncTwinstageClient:
         with our_errors(self.address):
             response = await self._admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=ADMIN_TIMEOUT_S)
         return tuple(map(responses.worker, response.workers))
+
+    async def reset_prefix_cache(self, *, model: str = "", worker_id: str = "") -> tuple[PrefixCacheReset, ...]:
+        """Let all workers forget earlier prompts and answers, or those of one model, or one worker."""
+        request = admin_pb2.ResetPrefixCacheRequest(model=model, worker_id=worker_id)
+        with our_errors(self.address):
+            response = await self._admin.ResetPrefixCache(request, timeout=ADMIN_TIMEOUT_S)
+        return tuple(map(responses.prefix_cache_reset, response.workers))
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served."""

@@ -11,6 +11,7 @@ from twinstage.client.results import (
     Embeddings,
     Generation,
     ModelInfo,
+    PrefixCacheReset,
     PromptInfo,
     Summary,
     TokenAlternativeText,
@@ -109,7 +110,14 @@ def worker(message: admin_pb2.Worker) -> WorkerInfo:
         kv_bytes_received=message.kv_bytes_received,
         transports=tuple(message.transports),
         detail=message.detail,
+        cached_kv_blocks=message.cached_kv_blocks,
+        prefix_looked_up_blocks=message.prefix_looked_up_blocks,
+        prefix_found_blocks=message.prefix_found_blocks,
     )
+
+
+def prefix_cache_reset(message: admin_pb2.PrefixCacheReset) -> PrefixCacheReset:
+    return PrefixCacheReset(worker_id=message.worker_id, dropped_blocks=message.dropped_blocks)
 
 
 def model(message: model_pb2.Model) -> ModelInfo:

@@ -109,6 +109,17 @@ class WorkerInfo:
     kv_bytes_received: int
     transports: tuple[str, ...]
     detail: str = ""
+    cached_kv_blocks: int = 0
+    prefix_looked_up_blocks: int = 0
+    prefix_found_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheReset:
+    """A worker that has forgotten what was in `dropped_blocks` of its KV blocks."""
+
+    worker_id: str
+    dropped_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,12 +45,12 @@ class EngineParts:
         Raises IntegrityError when the books of the pool do not balance.
         """
         self.pool.check_integrity()
-        load = self.core.load()
         if self.hasher is not None:
+            lookups = self.pool.prefix_lookups
             logger.info(
                 "prefix cache",
-                looked_up_tokens=load.prefix_looked_up_tokens,
-                hit_tokens=load.prefix_hit_tokens,
+                looked_up_blocks=lookups.wanted,
+                found_blocks=lookups.found,
                 cached_blocks=self.pool.num_cached,
             )
         leaked = self.pool.num_blocks - self.pool.num_free

@@ -211,8 +211,6 @@ class EngineCore:
             waiting_tokens=self._prefill.num_uncomputed_tokens,
             finished=self._num_finished,
             wanted_blocks=self._prefill.wanted_blocks,
-            prefix_looked_up_tokens=self._prefix_cache.looked_up_tokens,
-            prefix_hit_tokens=self._prefix_cache.hit_tokens,
         )
 
     # --- the step --------------------------------------------------------------------------------
@@ -262,13 +260,13 @@ class EngineCore:
         sequence = chunk.sequence
         is_prefill = sequence in self._prefill.prefilling
         sequence.mark_computed(chunk.end)
-        self._prefix_cache.publish(sequence)
         if is_prefill:
             self._record.computed.append(computed_chunk(sequence))
-        if token is None:
-            return
         if isinstance(token, ComputeFailed):
             self._fail(sequence, token)
+            return
+        self._prefix_cache.publish(sequence)  # not before: what gave logits that are no numbers is not to be found
+        if token is None:
             return
         sequence.output_token_ids.append(token.token_id)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)

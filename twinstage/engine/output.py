@@ -28,18 +28,13 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy an engine is. `wanted_blocks` is what the next waiting sequence needs.
-
-    Since the start, of the tokens that were `looked_up` in the prefix cache, the `prefix_hit` ones were not computed.
-    """
+    """How busy an engine is. `wanted_blocks` is what the next waiting sequence needs."""
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # known tokens yet to be computed, of waiting and prefilling sequences
     finished: int = 0
     wanted_blocks: int = 0
-    prefix_looked_up_tokens: int = 0
-    prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

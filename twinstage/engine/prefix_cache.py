@@ -24,8 +24,6 @@ class PrefixCache:
         self._hasher = hasher
         self._block_size = block_size
         self._multiple = math.lcm(hit_multiple, block_size) // block_size  # blocks
-        self.looked_up_tokens = 0  # of sequences when they started, since the engine did
-        self.hit_tokens = 0  # of all sequences: not computed, because they were found
 
     def take_blocks(self, sequence: Sequence, *, keep_free: int) -> None:
         """Give a waiting sequence blocks for all its known tokens; those that are found are computed with it.
@@ -34,7 +32,6 @@ class PrefixCache:
         """
         count = blocks_for(sequence.num_tokens, block_size=self._block_size)
         hits = sequence.table.grow(count, keep_free=keep_free, prefix=self._wanted(sequence), multiple=self._multiple)
-        self.looked_up_tokens += sequence.num_tokens if self._hasher is not None else 0
         self._skip(sequence, hits)
 
     def look_again(self, sequence: Sequence) -> None:
@@ -55,7 +52,6 @@ class PrefixCache:
     def _skip(self, sequence: Sequence, num_blocks: int) -> None:
         sequence.num_computed_tokens += num_blocks * self._block_size
         sequence.num_published_blocks += num_blocks
-        self.hit_tokens += num_blocks * self._block_size
 
     def _wanted(self, sequence: Sequence) -> Items[BlockHash]:
         """Names of the blocks that need not be computed; the last token must be, for its logits."""

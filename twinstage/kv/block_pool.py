@@ -22,15 +22,27 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHandle
 from twinstage.kv.block_table import BlockTable
 from twinstage.kv.pool_check import check_books
 from twinstage.kv.prefix_index import BlockHash, PrefixIndex
 
-__all__ = ["FREE_GENERATION", "BlockPool", "BlockTable"]
+__all__ = ["FREE_GENERATION", "BlockPool", "BlockTable", "PrefixLookups"]
 
 FREE_GENERATION = 0  # what `generation_of` answers for a block that no table owns; tables start at 1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookups:
+    """Blocks whose content was looked up in the prefix index, and how many of them were found."""
+
+    wanted: int = 0
+    found: int = 0
+
+    def plus(self, *, wanted: int, found: int) -> PrefixLookups:
+        return PrefixLookups(self.wanted + wanted, self.found + found)
 
 
 class BlockPool:
@@ -48,6 +60,7 @@ class BlockPool:
         self._last_generation = FREE_GENERATION
         self._index = PrefixIndex()
         self._resets = 0
+        self._lookups = PrefixLookups()
         self._tables: set[BlockTable] = set()
         self._free_listeners: tuple[Callable[[], None], ...] = ()
 
@@ -61,6 +74,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content is known."""
         return len(self._cached)
+
+    @property
+    def prefix_lookups(self) -> PrefixLookups:
+        """What was looked up in the prefix index since the start."""
+        return self._lookups
 
     def allocate(self, count: int, *, owner: str, keep_free: int = 0, prefix: Sequence[BlockHash] = ()) -> BlockTable:
         """A table of `count` blocks (possibly 0), all or nothing, under a new generation.
@@ -142,6 +160,7 @@ class BlockPool:
             table._block_ids = (*table._block_ids[:start], *known, *table._block_ids[start + len(known) :])
             for block_id in replaced:
                 self._let_go(block_id)
+            self._lookups = self._lookups.plus(wanted=0, found=len(known))  # they were counted as wanted before
             is_more_free = self._num_free > free_before
         if is_more_free:
             self._tell_listeners()
@@ -203,6 +222,7 @@ class BlockPool:
         for block_id in shared:  # before anything is evicted
             self._hold(block_id)
         owned = [self._take(table.generation) for _ in range(count - len(shared))]
+        self._lookups = self._lookups.plus(wanted=len(prefix[:count]), found=len(shared))
         if not table._block_ids:
             table.num_shared = len(shared)
         table._block_ids = (*table._block_ids, *shared, *owned)

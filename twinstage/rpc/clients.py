@@ -190,6 +190,12 @@ class WorkerConnection:
             vectors=tuple(response.vectors), queue_s=response.queue_us / 1e6, compute_s=response.compute_us / 1e6
         )
 
+    async def reset_prefix_cache(self, *, timeout_s: float) -> int:
+        """Let the worker forget what is in its KV blocks; returns how many it forgot."""
+        with self.translated():
+            request = worker_pb2.ResetPrefixCacheRequest()
+            return (await self._worker.ResetPrefixCache(request, timeout=timeout_s)).dropped_blocks
+
     @contextlib.contextmanager
     def prefill(self, spec: SequenceSpec, grant: KvGrant | None, *, timeout_s: float) -> Iterator[PrefillCall]:
         """Start a prefill. Leaving the block ends whatever of it still goes on."""

@@ -44,4 +44,7 @@ def worker_to_proto(
         worker.waiting = load.waiting
         worker.finished = load.finished
         worker.kv_bytes_received = load.kv_bytes_received
+        worker.cached_kv_blocks = load.cached_kv_blocks
+        worker.prefix_looked_up_blocks = load.prefix_looked_up_blocks
+        worker.prefix_found_blocks = load.prefix_found_blocks
     return worker

@@ -60,6 +60,7 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         stop_token_ids=sorted(spec.stop_token_ids),
         logprobs=spec.logprobs,
         priority=spec.priority,
+        cache_salt=spec.cache_salt,
     )
 
 
@@ -85,6 +86,7 @@ def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         stop_token_ids=frozenset(message.stop_token_ids),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         priority=message.priority,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -102,6 +104,7 @@ def kv_grant_to_proto(grant: KvGrant) -> worker_pb2.KvGrant:
             for endpoint in grant.endpoints
         ],
         lease_ms=round(grant.lease_s * 1000),
+        num_cached_blocks=grant.num_cached_blocks,
     )
 
 
@@ -119,6 +122,7 @@ def kv_grant_from_proto(message: worker_pb2.KvGrant) -> KvGrant:
             for endpoint in message.endpoints
         ),
         lease_s=message.lease_ms / 1000,
+        num_cached_blocks=message.num_cached_blocks,
     )
 
 
@@ -243,6 +247,9 @@ def worker_load_to_proto(load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
         finished=load.finished,
         kv_bytes_received=load.kv_bytes_received,
         draining=load.draining,
+        cached_kv_blocks=load.cached_kv_blocks,
+        prefix_looked_up_blocks=load.prefix_looked_up_blocks,
+        prefix_found_blocks=load.prefix_found_blocks,
     )
 
 
@@ -255,4 +262,7 @@ def worker_load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         finished=message.finished,
         kv_bytes_received=message.kv_bytes_received,
         draining=message.draining,
+        cached_kv_blocks=message.cached_kv_blocks,
+        prefix_looked_up_blocks=message.prefix_looked_up_blocks,
+        prefix_found_blocks=message.prefix_found_blocks,
     )

@@ -9,8 +9,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from twinstage.engine.load_board import LoadBoard
 from twinstage.errors import FieldViolation, InvalidRequest, NotFound, Unavailable
 from twinstage.rpc.convert_worker import worker_description_to_proto, worker_load_to_proto
+from twinstage.telemetry.log import get_logger
 from twinstage.types import WorkerDescription
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+logger = get_logger(__name__)
 
 BUNDLE_PIECE_BYTES = 256 * 1024
 MIN_INTERVAL_MS, MAX_INTERVAL_MS = 50, 60_000
@@ -27,6 +30,9 @@ class ServedWorker(Protocol):
 
     @property
     def loads(self) -> LoadBoard: ...
+
+    def reset_prefix_cache(self) -> int:
+        """Forget what is in the KV blocks; returns of how many. What is begun already is not cached later either."""
 
     def begin_drain(self) -> None:
         """Take nothing new from now on."""
@@ -65,7 +71,7 @@ class Loading(Generic[Worker]):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Describe, WatchLoad and GetTokenizerBundle of one worker."""
+    """Describe, WatchLoad, GetTokenizerBundle and ResetPrefixCache of one worker."""
 
     def __init__(self, loading: Loading[Any]) -> None:
         self._loading = loading
@@ -96,6 +102,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         bundle = memoryview(worker.tokenizer_bundle)
         for start in range(0, len(bundle), BUNDLE_PIECE_BYTES):
             yield worker_pb2.GetTokenizerBundleResponse(data=bytes(bundle[start : start + BUNDLE_PIECE_BYTES]))
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_pb2.ResetPrefixCacheResponse:
+        dropped = self._worker().reset_prefix_cache()
+        logger.info("prefix cache reset", dropped_blocks=dropped)
+        return worker_pb2.ResetPrefixCacheResponse(dropped_blocks=dropped)
 
     def _worker(self) -> ServedWorker:
         worker: ServedWorker = self._loading.get()

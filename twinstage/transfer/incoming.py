@@ -90,8 +90,9 @@ class IncomingTable:
         if grant.layout_fingerprint != identity.layout_fingerprint or not grant.token:
             raise IntegrityError(f"grant {grant.transfer_id} has another layout, or no token")
         blocks = set(grant.block_ids)
-        exist = blocks and min(blocks) >= 0 and max(blocks) < self._num_blocks
-        if not exist or len(blocks) != len(grant.block_ids):
+        is_some = bool(blocks) or grant.num_cached_blocks > 0  # everything may be there already
+        exist = all(0 <= block_id < self._num_blocks for block_id in blocks)
+        if not is_some or not exist or len(blocks) != len(grant.block_ids):
             raise IntegrityError(f"grant {grant.transfer_id} has no blocks, equal ones, or ones that do not exist")
         with self._lock:
             if grant.transfer_id in self._transfers:

@@ -47,7 +47,7 @@ class HandoverCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedBlocks:
-    """What arrived and was verified: the first `num_blocks` blocks of the grant."""
+    """What arrived and was verified: the `num_blocks` blocks of the grant."""
 
     kv_bytes: int
     num_blocks: int

@@ -152,6 +152,9 @@ class Worker(_message.Message):
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    CACHED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The worker's id; empty until it was reached."""
     address: _builtins.str
@@ -165,7 +168,7 @@ class Worker(_message.Message):
     total_kv_blocks: _builtins.int
     """KV blocks in its pool."""
     free_kv_blocks: _builtins.int
-    """KV blocks that nobody holds."""
+    """KV blocks that nobody holds, cached ones included."""
     running: _builtins.int
     """Requests being computed."""
     waiting: _builtins.int
@@ -176,6 +179,12 @@ class Worker(_message.Message):
     """Bytes of KV blocks received since it started."""
     detail: _builtins.str
     """Why it is in this state, where that needs words."""
+    cached_kv_blocks: _builtins.int
+    """KV blocks that nobody holds and that the prefix cache keeps until their memory is needed."""
+    prefix_looked_up_blocks: _builtins.int
+    """Blocks of prompts that were looked for in the prefix cache since it started."""
+    prefix_found_blocks: _builtins.int
+    """Those of them that were found and so neither computed nor sent again."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports it can use."""
@@ -196,10 +205,13 @@ class Worker(_message.Message):
         kv_bytes_received: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         detail: _builtins.str = ...,
+        cached_kv_blocks: _builtins.int = ...,
+        prefix_looked_up_blocks: _builtins.int = ...,
+        prefix_found_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "model", b"model", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_kv_blocks", b"cached_kv_blocks", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "model", b"model", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,3 +296,79 @@ class AbortRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortRequestResponse: _TypeAlias = AbortRequestResponse  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    """Names the workers whose prefix caches shall be emptied. Default: all workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Only workers of this model. Default: of all models. An unknown one is NOT_FOUND."""
+    worker_id: _builtins.str
+    """Only the worker with this id. Default: all. An unknown one is NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixCacheReset]:
+        """One entry per worker that was told, by id."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___PrefixCacheReset] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class PrefixCacheReset(_message.Message):
+    """The prefix cache of one worker was emptied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's id."""
+    dropped_blocks: _builtins.int
+    """KV blocks that it has forgotten."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        dropped_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCacheReset: _TypeAlias = PrefixCacheReset  # noqa: Y015

@@ -50,6 +50,11 @@ class AdminServiceStub:
                 request_serializer=twinstage_dot_v1_dot_admin__pb2.AbortRequestRequest.SerializeToString,
                 response_deserializer=twinstage_dot_v1_dot_admin__pb2.AbortRequestResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/twinstage.v1.AdminService/ResetPrefixCache',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -77,6 +82,15 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
+        Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
+        comes back. Fails when a worker that is connected does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +108,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.AbortRequest,
                     request_deserializer=twinstage_dot_v1_dot_admin__pb2.AbortRequestRequest.FromString,
                     response_serializer=twinstage_dot_v1_dot_admin__pb2.AbortRequestResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +197,33 @@ class AdminService:
             '/twinstage.v1.AdminService/AbortRequest',
             twinstage_dot_v1_dot_admin__pb2.AbortRequestRequest.SerializeToString,
             twinstage_dot_v1_dot_admin__pb2.AbortRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.v1.AdminService/ResetPrefixCache',
+            twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

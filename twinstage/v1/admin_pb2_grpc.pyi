@@ -39,6 +39,11 @@ class AdminServiceStub:
     """Lists the workers that the router knows, by id, with their latest load."""
     AbortRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AbortRequestRequest, _admin_pb2.AbortRequestResponse]
     """Ends a running request; its stream finishes with CANCELLED."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
+    """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
+    Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
+    comes back. Fails when a worker that is connected does not answer.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -51,6 +56,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Lists the workers that the router knows, by id, with their latest load."""
     AbortRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AbortRequestRequest, _admin_pb2.AbortRequestResponse]  # type: ignore[assignment]
     """Ends a running request; its stream finishes with CANCELLED."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
+    Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
+    comes back. Fails when a worker that is connected does not answer.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Inspects and operates the service."""
@@ -78,5 +88,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AbortRequestResponse, _abc.Awaitable[_admin_pb2.AbortRequestResponse]]:
         """Ends a running request; its stream finishes with CANCELLED."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _admin_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_admin_pb2.ResetPrefixCacheResponse]]:
+        """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
+        Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
+        comes back. Fails when a worker that is connected does not answer.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

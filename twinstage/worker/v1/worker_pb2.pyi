@@ -267,8 +267,11 @@ class WatchLoadResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    CACHED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
     free_kv_blocks: _builtins.int
-    """KV blocks that nobody holds."""
+    """KV blocks that nobody holds, cached ones included."""
     running: _builtins.int
     """Sequences being computed."""
     waiting: _builtins.int
@@ -281,6 +284,12 @@ class WatchLoadResponse(_message.Message):
     """Bytes of KV blocks received since the start."""
     draining: _builtins.bool
     """The worker takes nothing new."""
+    cached_kv_blocks: _builtins.int
+    """KV blocks that nobody holds and that the prefix cache knows."""
+    prefix_looked_up_blocks: _builtins.int
+    """Blocks of prompts that were looked for in the prefix cache, since the start."""
+    prefix_found_blocks: _builtins.int
+    """Those of them that were found."""
     def __init__(
         self,
         *,
@@ -291,10 +300,13 @@ class WatchLoadResponse(_message.Message):
         finished: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        cached_kv_blocks: _builtins.int = ...,
+        prefix_looked_up_blocks: _builtins.int = ...,
+        prefix_found_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "kv_bytes_received", b"kv_bytes_received", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_kv_blocks", b"cached_kv_blocks", "draining", b"draining", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "kv_bytes_received", b"kv_bytes_received", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +333,45 @@ class GetTokenizerBundleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTokenizerBundleRequest: _TypeAlias = GetTokenizerBundleRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheRequest(_message.Message):
+    """Asks for an empty prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetPrefixCacheResponse(_message.Message):
+    """The prefix cache is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    dropped_blocks: _builtins.int
+    """Blocks that were forgotten."""
+    def __init__(
+        self,
+        *,
+        dropped_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
 
 @_typing.final
 class GetTokenizerBundleResponse(_message.Message):
@@ -388,6 +439,7 @@ class SequenceSpec(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     temperature: _builtins.float
@@ -416,6 +468,8 @@ class SequenceSpec(_message.Message):
     """Number of alternatives with log probabilities; absent: no log probabilities."""
     priority: _builtins.int
     """Requests of higher priority are served first."""
+    cache_salt: _builtins.str
+    """Cached prefixes are shared only with requests of equal salt."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -453,10 +507,11 @@ class SequenceSpec(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _builtins.int | None = ...,
         priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -591,6 +646,7 @@ class KvGrant(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The decode worker's id."""
     epoch: _builtins.int
@@ -605,9 +661,11 @@ class KvGrant(_message.Message):
     """Fingerprint of the layout of a block."""
     lease_ms: _builtins.int
     """Time for which the grant holds, in milliseconds from when it was given."""
+    num_cached_blocks: _builtins.int
+    """Leading blocks of the prompt that the decode worker has already; they are not to be written."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks, in the order of the prompt."""
+        """The blocks to fill, in the order of the prompt; those that `num_cached_blocks` counts come before them."""
 
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
@@ -625,10 +683,11 @@ class KvGrant(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
         lease_ms: _builtins.int = ...,
+        num_cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout_fingerprint", b"layout_fingerprint", "lease_ms", b"lease_ms", "token", b"token", "transfer_id", b"transfer_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "layout_fingerprint", b"layout_fingerprint", "lease_ms", b"lease_ms", "num_cached_blocks", b"num_cached_blocks", "token", b"token", "transfer_id", b"transfer_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -713,7 +772,7 @@ class FirstToken(_message.Message):
     prefill_us: _builtins.int
     """Time to compute the prompt, in microseconds."""
     cached_prompt_tokens: _builtins.int
-    """Prompt tokens found in the prefill worker's cache."""
+    """Prompt tokens that were not computed, as the prefill worker's prefix cache had them."""
     @_builtins.property
     def chunk(self) -> Global___Chunk:
         """The token, and whether it ends the generation."""

@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleRequest.SerializeToString,
                 response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/twinstage.worker.v1.WorkerService/ResetPrefixCache',
+                request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -78,6 +83,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetTokenizerBundle,
                     request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleRequest.FromString,
                     response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class WorkerService:
             '/twinstage.worker.v1.WorkerService/GetTokenizerBundle',
             twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleRequest.SerializeToString,
             twinstage_dot_worker_dot_v1_dot_worker__pb2.GetTokenizerBundleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.worker.v1.WorkerService/ResetPrefixCache',
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class WorkerServiceStub:
     """
     GetTokenizerBundle: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerBundleRequest, _worker_pb2.GetTokenizerBundleResponse]
     """Streams the tokenizer bundle (tokenizer, chat template, generation defaults) in pieces."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]
+    """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -57,6 +59,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     GetTokenizerBundle: _aio.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerBundleRequest, _worker_pb2.GetTokenizerBundleResponse]  # type: ignore[assignment]
     """Streams the tokenizer bundle (tokenizer, chat template, generation defaults) in pieces."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker offers."""
@@ -86,6 +90,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetTokenizerBundleResponse], _abc.AsyncIterator[_worker_pb2.GetTokenizerBundleResponse]]:
         """Streams the tokenizer bundle (tokenizer, chat template, generation defaults) in pieces."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _worker_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_worker_pb2.ResetPrefixCacheResponse]]:
+        """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
