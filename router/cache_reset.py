@@ -25,6 +25,7 @@ async def reset_prefix_caches(
     Raises NotFound, or what a worker that is connected failed with.
     """
     entries = _chosen(workers, model=model, worker_id=worker_id)
+    workers.prefixes.clear()  # of the others, too: they will be learned again
     dropped: list[tuple[WorkerId, int]] = []
     for role in (Role.PREFILL, Role.DECODE):
         of_role = [entry for entry in entries if entry.description is not None and entry.description.role is role]

@@ -36,6 +36,7 @@ from router.attempt import AttemptFailed, Receiver, blaming, stand_by
 from router.live import LiveRequest
 from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent, SummaryEvent
 from router.placement import Demand, Pair, Refusal, WorkerKey, place
+from router.prefix_memory import PrefixTrail
 from router.tally import Tally
 from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerLife
@@ -85,6 +86,10 @@ class Flow:
         self._text = TextStream(model.tokenizer, request.text, request.spec.min_tokens)
         self._token_ids: list[int] = []  # all that workers have produced, in order
         self._prompt_announced = False
+        self._num_uncached = 0  # tokens that the prefill worker of this attempt probably has to compute
+        self._trail = PrefixTrail(
+            workers.prefixes, model_fingerprint=model.description.fingerprint, salt=request.spec.cache_salt
+        )
 
     async def run(self) -> None:
         """Serve the request. Raises TwinstageError; the deadline is the caller's to enforce."""
@@ -138,10 +143,20 @@ class Flow:
         limit = self._model.description.max_model_len
         num_tokens = len(self._request.spec.prompt_token_ids) + len(self._token_ids)
         room = min(self._request.spec.max_tokens - len(self._token_ids), limit - num_tokens)
+        held = self._trail.held_tokens(self._sequence)
         # The first token comes from the prefill worker; the decode worker adds its KV when it makes the second.
-        demand = Demand(num_tokens=num_tokens + 1, needs_decode=room > 1)
+        demand = Demand(num_tokens=num_tokens + 1, needs_decode=room > 1, held_tokens=held)
         snapshot = self._workers.snapshot(self._model)
-        return place(demand, snapshot, excluded=excluded, avoided=avoided, turn=turn)
+        pair = place(demand, snapshot, excluded=excluded, avoided=avoided, turn=turn)
+        if isinstance(pair, Pair):
+            self._num_uncached = max(1, num_tokens - held.get(pair.prefill, 0))
+            self._trail.went_to(self._sequence, pair.prefill, pair.decode)
+        return pair
+
+    @property
+    def _sequence(self) -> tuple[int, ...]:
+        """Prompt and output so far."""
+        return (*self._request.spec.prompt_token_ids, *self._token_ids)
 
     def _giving_up(self, error: TwinstageError) -> TwinstageError:
         sent = self._text.num_tokens
@@ -199,9 +214,8 @@ class Flow:
         self._lifecycle.advance(RouterPhase.PREFILLING)
         blamed = (prefill.key, receiver.worker.key if receiver is not None else None)
         grant = receiver.grant if receiver is not None else None
-        num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         with blaming(*blamed), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
-            with prefill.ledger.placed(tokens=num_tokens):
+            with prefill.ledger.placed(tokens=self._num_uncached):
                 guards = [receiver.broken()] if receiver is not None else []
                 first = await first_of(call.first_token(), *guards)
             self._tally.prefilled(first)
@@ -224,6 +238,7 @@ class Flow:
                 TokenChunk(request_id=subscription.request_id, tokens=update.tokens, finish=update.finish)
             )
             if finish is not None:
+                self._trail.went_to(self._sequence, decode.key)  # a next turn may begin with the answer
                 return finish
 
     @property

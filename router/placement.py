@@ -1,15 +1,16 @@
 """Placement: which prefill worker and which decode worker serve a request.
 
-A pure function of a snapshot. It chooses the prefill worker with the fewest prompt tokens waiting and the decode worker
-with room and the fewest sequences; equals take turns. Workers that failed this request fatally are excluded, those that
-failed it otherwise are taken only when there is no other.
+A pure function of a snapshot. It chooses the prefill worker with the fewest prompt tokens to compute until the request
+has its first token: those that wait, and those of the request that it has not cached. And the decode worker with room
+and the fewest sequences, where one that has most of the prompt may have one more. Equals take turns. Workers that
+failed this request fatally are excluded, those that failed it otherwise are taken only when there is no other.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from twinstage.types import WorkerId
 
@@ -39,10 +40,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request needs: KV room for `num_tokens` on a decode worker, unless it ends with its first token."""
+    """What a request needs: KV room for `num_tokens` on a decode worker, unless it ends with its first token.
+
+    `held_tokens`: how many of its leading tokens a worker probably has in its prefix cache.
+    """
 
     num_tokens: int
     needs_decode: bool = True
+    held_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
+
+    def held_by(self, candidate: Candidate) -> int:
+        return self.held_tokens.get(candidate.key, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +91,7 @@ def place(
         return Refusal.NO_PREFILL_WORKER
 
     def prefill_cost(candidate: Candidate) -> tuple[int, ...]:
-        return (candidate.key in avoided, candidate.waiting_tokens, candidate.running)
+        return (candidate.key in avoided, candidate.waiting_tokens - demand.held_by(candidate), candidate.running)
 
     chosen_prefill = _cheapest(prefill, prefill_cost, turn)
     if not demand.needs_decode:
@@ -98,10 +106,13 @@ def place(
 
     def decode_cost(candidate: Candidate) -> tuple[int, ...]:
         lacks_room = candidate.free_blocks < candidate.blocks_for(demand.num_tokens)
+        held = demand.held_by(candidate)
+        holds_most = 2 * held >= demand.num_tokens
         return (
             candidate.key in avoided,
             lacks_room,
-            candidate.running,
+            candidate.running - holds_most,
+            -held,
             -candidate.free_blocks,
         )
 

@@ -21,6 +21,7 @@ from router.backoff import Backoff
 from router.discovery import NameWatcher, WorkerSource
 from router.pairing import choose_pairing, disagreement
 from router.placement import Snapshot, WorkerKey
+from router.prefix_memory import PrefixMemory
 from router.tokenizer_cache import TokenizerCache
 from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerEntry, WorkerLife, WorkerState, served_model
@@ -53,6 +54,7 @@ class WorkerTable:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[tuple[NameWatcher, asyncio.Task[None]]] = []
         self._tokenizers = TokenizerCache()
+        self.prefixes = PrefixMemory()
 
     # --- what the router asks ---------------------------------------------------------------------
 

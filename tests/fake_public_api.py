@@ -94,10 +94,18 @@ class FakeApi(
             total_kv_blocks=64,
             free_kv_blocks=60,
             kv_bytes_received=3 * 1024 * 1024,
+            cached_kv_blocks=9,
+            prefix_looked_up_blocks=8,
+            prefix_found_blocks=6,
             transports=["shm", "tcp"],
         )
         lost = admin_pb2.Worker(address="10.0.0.2:50061", state=admin_pb2.WORKER_STATE_REFUSED, detail="other layout")
         return admin_pb2.ListWorkersResponse(workers=[worker, lost])
+
+    def ResetPrefixCache(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        reset = admin_pb2.PrefixCacheReset(worker_id=request.worker_id or "decode-0", dropped_blocks=4)
+        return admin_pb2.ResetPrefixCacheResponse(workers=[reset])
 
     def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)

@@ -77,13 +77,18 @@ def make_bundle(**changes: Any) -> TokenizerBundle:
 
 
 def make_model(
-    *, name: str = "fake", task: Task = Task.GENERATE, bundle: TokenizerBundle | None = None, fingerprint: str = "m1"
+    *,
+    name: str = "fake",
+    task: Task = Task.GENERATE,
+    bundle: TokenizerBundle | None = None,
+    fingerprint: str = "m1",
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> ModelDescription:
     return ModelDescription(
         name=name,
         fingerprint=fingerprint,
         task=task,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         vocab_size=257,
         eos_token_ids=(256,) if task is Task.GENERATE else (),
         tokenizer_fingerprint=(bundle or make_bundle()).fingerprint,

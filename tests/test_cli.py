@@ -110,13 +110,24 @@ def test_tables(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert run(monkeypatch, "workers") == 0
     table = capsys.readouterr().out
     assert re.search(
-        r"decode-0 +decode +ready +SmolLM2-135M-Instruct +10\.0\.0\.1:50062 +60/64 .*3\.0 MiB +shm tcp", table
+        r"decode-0 +decode +ready +SmolLM2-135M-Instruct +10\.0\.0\.1:50062 +60/64 +75% .*3\.0 MiB +shm tcp", table
     )
     assert re.search(r"\? +\? +refused .*other layout", table)
     assert run(monkeypatch, "models") == 0
     assert re.search(r"m +generate +yes +8192 +49152", capsys.readouterr().out)
     assert run(monkeypatch, "workers", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["transports"] == ["shm", "tcp"]
+
+
+def test_resetting_prefix_caches(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TWINSTAGE_ADDRESS", api.address)
+    assert run(monkeypatch, "reset-prefix-cache") == 0
+    assert capsys.readouterr().out == "decode-0  4 blocks dropped\n"
+    assert run(monkeypatch, "reset-prefix-cache", "--model", "m", "--worker", "prefill-1", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [{"worker_id": "prefill-1", "dropped_blocks": 4}]
+    assert [(request.model, request.worker_id) for request in api.requests] == [("", ""), ("m", "prefill-1")]
 
 
 @pytest.mark.parametrize("flags", [["--seed", str(2**64)], ["--max-tokens", str(2**32)]])

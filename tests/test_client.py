@@ -250,6 +250,9 @@ def test_workers_and_models(client: TwinstageClient) -> None:
     ready, refused = client.workers()
     assert (ready.worker_id, ready.role, ready.state, ready.free_kv_blocks) == ("decode-0", Role.DECODE, "ready", 60)
     assert (refused.worker_id, refused.role, refused.state, refused.detail) == ("", None, "refused", "other layout")
+    assert (ready.cached_kv_blocks, ready.prefix_looked_up_blocks, ready.prefix_found_blocks) == (9, 8, 6)
+    (reset,) = client.reset_prefix_cache(worker_id="prefill-0")
+    assert (reset.worker_id, reset.dropped_blocks) == ("prefill-0", 4)
     (model,) = client.models()
     assert (model.name, model.task, model.max_model_len, model.ready) == ("m", Task.GENERATE, 8192, True)
 
@@ -261,6 +264,7 @@ async def test_the_asyncio_client(api: FakeApi) -> None:
         assert (await client.embed(["a"])).vectors == ((1.0, -2.0),)
         assert len(await client.workers()) == 2
         assert (await client.models())[0].name == "m"
+        assert (await client.reset_prefix_cache())[0].dropped_blocks == 4
         async with client.chat_stream("Hi") as stream:
             assert [delta.text async for delta in stream] == ["Par", "", "is", ""]
         assert stream.summary is not None

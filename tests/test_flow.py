@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fake_workers import BLOCK_BYTES, MAX_MODEL_LEN, FakeCluster, expected_token, until
+from fake_workers import BLOCK_BYTES, MAX_MODEL_LEN, FakeCluster, expected_token, make_model, until
 from router.admission import Admission
 from router.discovery import parse_source
 from router.gate import Gate
@@ -45,6 +45,7 @@ from twinstage.types import (
     SamplingParameters,
     SequenceSpec,
     TextPrompt,
+    TokenPrompt,
 )
 
 PROMPT = "hello"
@@ -161,6 +162,25 @@ async def test_request_crosses_both_workers() -> None:
         assert timing.queue_s == pytest.approx(0.001 + 0.004 + 0.005, abs=1e-3)
         assert (timing.prefill_s, timing.kv_transfer_s, timing.decode_s) == (0.002, 0.003, 0.006)
         assert 0 < timing.time_to_first_token_s <= timing.total_s
+
+
+async def test_a_prompt_that_begins_like_an_earlier_one_goes_to_the_workers_that_had_it() -> None:
+    async with running(prefill=2, decode=2, model=make_model(max_model_len=512), total_blocks=4096) as rig:
+
+        async def placed(*token_ids: int) -> tuple[str, str]:
+            answer = await rig.collect(request(3, prompt=TokenPrompt(token_ids=token_ids)))
+            placement = answer.summary.placement
+            return placement.prefill_worker, placement.decode_worker
+
+        beginning = [3 + index % 5 for index in range(200)]
+        first = await placed(*beginning)
+        for last in range(3, 7):
+            assert await placed(*beginning, last) == first
+        others = [await placed(*[3 + (index + shift) % 7 for index in range(200)]) for shift in (1, 2)]
+        assert len({*others, first}) == 2, "others still take turns"
+        rig.workers.prefixes.clear()
+        again = [await placed(*beginning) for _ in range(2)]
+        assert again[0] == again[1]
 
 
 async def test_grant_gets_the_host_at_which_the_router_reaches_the_decode_worker() -> None:

@@ -23,7 +23,7 @@ from fake_workers import FakeCluster, make_bundle, make_model, make_vector, unti
 from router.__main__ import Router
 from router.config import RouterSettings
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
-from twinstage.errors import ComputeFailed, ConfigError
+from twinstage.errors import ComputeFailed, ConfigError, Unavailable
 from twinstage.settings import read_settings
 from twinstage.types import Task, WorkerLoad
 from twinstage.v1 import (
@@ -491,6 +491,58 @@ async def test_operator_aborts_a_stream() -> None:
         assert events[-1].WhichOneof("event") == "summary"
         error = await failing(service.admin.AbortRequest(admin_pb2.AbortRequestRequest(request_id="mine")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def reset(service: Service, **chosen: str) -> dict[str, int]:
+    response = await service.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(**chosen), timeout=10)
+    return {worker.worker_id: worker.dropped_blocks for worker in response.workers}
+
+
+async def test_prefix_caches_are_reset_on_all_workers_or_on_those_that_are_named() -> None:
+    async with serving(prefill=2) as service:
+        decode, first = service.generators.decode[0], service.generators.prefill[0]
+        decode.cached_blocks = 7
+        assert await reset(service) == {"decode-0": 7, "embed-prefill-0": 5, "prefill-0": 5, "prefill-1": 5}
+        assert await reset(service, model="fake") == {"decode-0": 7, "prefill-0": 5, "prefill-1": 5}
+        assert await reset(service, worker_id="prefill-0") == {"prefill-0": 5}
+        assert (first.resets, decode.resets) == (3, 2)
+        for chosen in ({"model": "other"}, {"worker_id": "other"}, {"worker_id": "prefill-0", "model": "embedder"}):
+            error = await failing(service.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(**chosen)))
+            assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_decode_workers_are_reset_after_all_prefill_workers() -> None:
+    async with serving(prefill=2, embed=0) as service:
+        decode, last = service.generators.decode[0], service.generators.prefill[1]
+        release = last.script.stall("reset")
+        task = asyncio.create_task(reset(service))
+        await last.script.reached("reset").wait()
+        await asyncio.sleep(0.05)
+        assert decode.resets == 0
+        release.set()
+        assert await task == {"decode-0": 5, "prefill-0": 5, "prefill-1": 5}
+        assert decode.resets == 1
+
+
+async def test_a_worker_that_was_lost_is_reset_before_it_serves_again() -> None:
+    async with serving(embed=0) as service:
+        prefill = service.generators.prefill[0]
+        await prefill.kill()
+        await until(lambda: not service.router.workers.models["fake"].prefill, what="the worker is lost")
+        assert await reset(service) == {"decode-0": 5}
+        await prefill.start()
+        await until(lambda: bool(service.router.workers.models["fake"].prefill), what="the worker is back")
+        assert prefill.resets == 1
+
+
+async def test_a_worker_that_cannot_be_reset_fails_the_call_and_owes_it() -> None:
+    async with serving(embed=0) as service:
+        prefill, decode = service.generators.prefill[0], service.generators.decode[0]
+        prefill.script.fail("reset", Unavailable("busy"))
+        error = await failing(service.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert decode.resets == 0
+        assert await reset(service) == {"decode-0": 5, "prefill-0": 5}
 
 
 async def test_health_follows_the_workers() -> None:

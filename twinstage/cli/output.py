@@ -122,7 +122,7 @@ def human_bytes(count: int) -> str:
 
 
 def workers_table(workers: Iterable[WorkerInfo]) -> Table:
-    numbers = ("kv blocks free", "running", "waiting", "finished", "kv received")
+    numbers = ("kv blocks free", "prefix hits", "running", "waiting", "finished", "kv received")
     table = _table(("worker", "role", "state", "model", "address"), numbers, ("transports", "detail"))
     for worker in workers:
         table.add_row(
@@ -132,6 +132,9 @@ def workers_table(workers: Iterable[WorkerInfo]) -> Table:
             worker.model,
             worker.address,
             f"{worker.free_kv_blocks}/{worker.total_kv_blocks}",
+            f"{worker.prefix_found_blocks / worker.prefix_looked_up_blocks:.0%}"
+            if worker.prefix_looked_up_blocks
+            else "",
             str(worker.running),
             str(worker.waiting),
             str(worker.finished),
