@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,44 @@ def test_a_peer_outlives_the_owner() -> None:
     peer.block(0)[:] = b"12345678"
     assert bytes(peer.block(0)) == b"12345678"
     peer.close()
+
+
+def _resident_kib() -> list[tuple[int, int]]:
+    """Size and resident size of each mapping of KV memory in this process."""
+    smaps = Path("/proc/self/smaps").read_text()
+    pattern = r"memfd:twinstage-kv.*\nSize: +(\d+) kB(?:\n(?!Rss).*)*\nRss: +(\d+) kB"
+    return [(int(size), int(resident)) for size, resident in re.findall(pattern, smaps)]
+
+
+def _refuse_advice(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    class Libc:
+        def madvise(self, _address: int, _size: int, _advice: int) -> int:
+            ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr("twinstage.kv.memory._LIBC", Libc())
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_every_page_is_in_place_on_both_sides(monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    if old_kernel:
+        _refuse_advice(monkeypatch, errno.EINVAL)
+    owner = BlockMemory.create(num_blocks=64, block_bytes=65536)
+    assert _resident_kib() == [(4096, 4096)]
+    peer = BlockMemory.attach(owner.fd, num_blocks=64, block_bytes=65536)
+    assert _resident_kib() == [(4096, 4096)] * 2
+    peer.close()
+    owner.close()
+    assert _resident_kib() == []
+
+
+def test_memory_that_the_machine_does_not_have_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    _refuse_advice(monkeypatch, errno.ENOMEM)
+    with pytest.raises(ConfigError, match="--kv-cache-bytes"):
+        BlockMemory.create(num_blocks=1, block_bytes=8)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert _resident_kib() == []
 
 
 def test_block_ids_are_checked() -> None:

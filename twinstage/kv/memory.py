@@ -7,6 +7,8 @@ sides populate their mapping at once, because a first touch costs several times 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -14,6 +16,9 @@ import os
 from twinstage.errors import ConfigError, StaleHandle, TransferError
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MADV_POPULATE_WRITE = 23  # linux/mman.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class BlockMemory:
@@ -29,8 +34,7 @@ class BlockMemory:
         self.block_bytes = block_bytes
         self._fd = fd
         self._closed = False
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self._mapping = mmap.mmap(fd, num_blocks * block_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._mapping = _map_populated(fd, size=num_blocks * block_bytes)
         self._view = memoryview(self._mapping)
 
     @classmethod
@@ -120,3 +124,21 @@ def _check_file(fd: int, *, size: int) -> None:
         raise TransferError("the peer's KV memory is not sealed against resizing")
     if actual != size:
         raise TransferError(f"the peer's KV memory has {actual} bytes, {size} were expected")
+
+
+def _map_populated(fd: int, *, size: int) -> mmap.mmap:
+    """Map `fd` with every page in place. Raises OSError.
+
+    A call through ctypes runs without the interpreter's lock; with mmap's own flag, a prefill worker that maps the pool
+    of a new peer would stand still for as long as that takes.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection)
+    if _LIBC.madvise(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), size, _MADV_POPULATE_WRITE) == 0:
+        return mapping
+    number = ctypes.get_errno()
+    mapping.close()
+    if number != errno.EINVAL:
+        raise OSError(number, os.strerror(number))
+    # A kernel before 5.14.
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
