@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from numba import njit, types
 
-from twinstage.models.fused.tiles import GROUP, PANEL, make_tile
+from twinstage.models.fused.compile import emit_object
+from twinstage.models.fused.fields import GROUP
+from twinstage.models.fused.tiles import PANEL, tile_code
 
 K = 2 * GROUP + 20  # a last group that is not whole
 SHAPES = ((1, 1), (1, 4), (2, 2), (6, 1))
 
 
 @cache
-def _compiled(rows: int, panels: int, int8: bool) -> Any:
-    tile = make_tile(rows=rows, panels=panels, int8=int8)
+def _tile(int8: bool) -> Callable[..., None]:
+    """The compiled dispatcher of all tiles of a precision."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    code = emit_object(tile_code(int8=int8), optimize=True)
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    address = engine.get_function_address(f"twinstage_tile_{'i8' if int8 else 'f32'}")
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)(address)
 
-    @njit(types.void(*[types.int64] * 8))
-    def call(x, x_stride, weight, scale, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-        tile(x, x_stride, weight, scale, k, y, y_stride, accumulate)
 
-    return call
+_engines: list[object] = []
 
 
 def _aligned(values: np.ndarray) -> np.ndarray:
@@ -48,8 +58,8 @@ class _Case:
         x = np.ascontiguousarray(self.x[rows])
         y = np.full((len(x), panels * PANEL), np.nan, np.float32) if accumulate_on is None else accumulate_on.copy()
         weight = self.quantized if int8 else self.weight
-        _compiled(len(x), panels, int8)(
-            x.ctypes.data, K, weight.ctypes.data, self.scale.ctypes.data, K, y.ctypes.data, y.shape[1],
+        _tile(int8)(
+            len(x), panels, x.ctypes.data, K, weight.ctypes.data, self.scale.ctypes.data, K, y.ctypes.data, y.shape[1],
             int(accumulate_on is not None),
         )  # fmt: skip
         return y

@@ -56,6 +56,7 @@ class ClusterConfig:
     kv_cache_bytes: str | None = None
     kv_transports: str | None = None
     prefix_cache: bool = True
+    weights: str | None = None
     log_level: str = "info"
     log_directory: Path | None = None
     stop_grace_s: float = STOP_GRACE_S
@@ -243,6 +244,8 @@ class Cluster:
             flags += ["--kv-cache-bytes", self.config.kv_cache_bytes]
         if not self.config.prefix_cache:
             flags.append("--no-prefix-cache")
+        if self.config.weights is not None:
+            flags += ["--weights", self.config.weights]
         if self.config.kv_transports is not None:
             flags += ["--kv-transports", self.config.kv_transports]
         if role is Role.DECODE:

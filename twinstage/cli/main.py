@@ -53,6 +53,10 @@ PrefixCache = Annotated[
         help="Keep the KV blocks of finished requests for those that begin alike, until their memory is needed.",
     ),
 ]
+Weights = Annotated[
+    Literal["stock", "auto", "fp32", "int8"] | None,
+    typer.Option("--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: int8 where possible."),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="Least severity that is shown.")
 ]
@@ -88,6 +92,7 @@ def serve(
     ] = None,
     kv_transports: KvTransports = None,
     prefix_cache: PrefixCache = True,
+    weights: Weights = None,
     log_level: LogLevel = "info",
     log_directory: Annotated[
         Path | None,
@@ -114,6 +119,7 @@ def serve(
         kv_cache_bytes=kv_cache_bytes,
         kv_transports=kv_transports,
         prefix_cache=prefix_cache,
+        weights=weights,
         log_level=log_level,
         log_directory=log_directory,
     )
@@ -124,6 +130,7 @@ def serve(
 def demo(
     kv_transports: KvTransports = None,
     prefix_cache: PrefixCache = True,
+    weights: Weights = None,
     log_level: LogLevel = "info",
     start_timeout: StartTimeout = 600.0,
 ) -> None:
@@ -136,6 +143,7 @@ def demo(
         kv_cache_bytes="384MiB",
         kv_transports=kv_transports,
         prefix_cache=prefix_cache,
+        weights=weights,
         log_level=log_level,
     )
     command.demo(config, start_timeout_s=start_timeout)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from twinstage.engine.core import EngineCore
 from twinstage.engine.found_model import FoundModel, report_progress
 from twinstage.engine.output import EngineConfig
+from twinstage.engine.runner import make_runner
 from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
 from twinstage.kv.prefix_index import PrefixHasher
+from twinstage.models.choose import load_chosen
 from twinstage.models.describe import describe_model
-from twinstage.models.load import load_model
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Role, WorkerDescription
 
@@ -64,11 +65,10 @@ def build_engine(
     settings: WorkerSettings, found: FoundModel, *, role: Role, protocol_version: int
 ) -> tuple[EngineParts, WorkerDescription]:
     """Load a generative model and build its engine. Raises ConfigError or ModelError."""
-    from twinstage.engine.runner import ModelRunner  # with torch, which only this way of computing needs
-    from twinstage.kv.store import KvStore
-
-    model = load_model(
+    model = load_chosen(
         found.resolved,
+        weights=settings.weights,
+        cache_directory=settings.cache_directory,
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
         threads=settings.compute_threads,
@@ -86,7 +86,7 @@ def build_engine(
         hold_after_first_token=role is Role.PREFILL,
     )
     hasher = PrefixHasher(layout.fingerprint, block_size=layout.block_size) if settings.prefix_cache else None
-    core = EngineCore(ModelRunner(model, KvStore(layout, memory)), pool, config, hasher=hasher)
+    core = EngineCore(make_runner(model, layout, memory), pool, config, hasher=hasher)
     description = _describe(
         settings,
         found,

@@ -16,13 +16,12 @@ from typing import Self
 
 from twinstage.engine.core import EngineCore
 from twinstage.engine.output import EngineConfig, StepOutput
-from twinstage.engine.runner import ModelRunner
+from twinstage.engine.runner import make_runner
 from twinstage.errors import ConfigError, IntegrityError, InternalError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.memory import BlockMemory
 from twinstage.kv.prefix_index import PrefixHasher
-from twinstage.kv.store import KvStore
-from twinstage.models.load import load_model
+from twinstage.models.choose import load_chosen
 from twinstage.models.resolve import resolve_model
 from twinstage.text.bundle import read_bundle
 from twinstage.text.stream import TextDelta, TextStream
@@ -34,8 +33,9 @@ _DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmOptions:
-    """How to load and run a model; lengths in tokens. `threads` None leaves the process's number as it is.
+    """How to load and run a model; lengths in tokens. `weights` is one of stock, auto, fp32 and int8.
 
+    `threads` None leaves the process's number as it is.
     `prefix_cache` lets later prompts begin with what earlier ones computed; `prefix_hit_multiple` as in EngineConfig.
     Off by default, as results are compared with those of this class: it computes everything anew.
     """
@@ -43,6 +43,7 @@ class LlmOptions:
     revision: str | None = None
     cache_directory: Path | None = None
     max_model_len: int | None = None
+    weights: str = "stock"
     dtype: str = "float32"
     threads: int | None = None
     block_size: int = 16
@@ -90,15 +91,17 @@ class LLM:
             model, options.revision, cache_directory=options.cache_directory, progress=options.progress
         )
         self.tokenizer = TextTokenizer(read_bundle(resolved.directory))
-        paged = load_model(
+        model_on_kv = load_chosen(
             resolved,
+            weights=options.weights,
+            cache_directory=options.cache_directory,
             max_model_len=options.max_model_len,
             dtype=options.dtype,
             threads=options.threads,
             progress=options.progress,
         )
-        self.max_model_len = paged.max_model_len
-        self._layout = paged.kv_layout(options.block_size)
+        self.max_model_len = model_on_kv.max_model_len
+        self._layout = model_on_kv.kv_layout(options.block_size)
         num_blocks = options.kv_cache_bytes // self._layout.block_bytes
         if num_blocks < 1:
             raise ConfigError(f"kv_cache_bytes must be at least {self._layout.block_bytes}, the size of one block")
@@ -112,7 +115,7 @@ class LLM:
             prefix_hit_multiple=options.prefix_hit_multiple,
         )
         hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
-        self.core = EngineCore(ModelRunner(paged, KvStore(self._layout, self.memory)), self.pool, config, hasher=hasher)
+        self.core = EngineCore(make_runner(model_on_kv, self._layout, self.memory), self.pool, config, hasher=hasher)
         self._request_numbers = itertools.count()
 
     def generate(

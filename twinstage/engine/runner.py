@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.engine.inputs import batch_of_plan
 from twinstage.engine.plan import StepPlan
-from twinstage.kv.store import KvStore
+from twinstage.kv.layout import KvLayout
+from twinstage.kv.memory import BlockMemory
 
-if TYPE_CHECKING:  # importing it takes seconds, which start-up checks need not wait for
+if TYPE_CHECKING:  # each way of computing imports what the other does not need
+    from twinstage.kv.store import KvStore
     from twinstage.models.adapt import PagedModel
+    from twinstage.models.fused.model import FusedModel
 
 
 class Runner(Protocol):
@@ -26,6 +28,17 @@ class Runner(Protocol):
         ...
 
 
+def make_runner(model: PagedModel | FusedModel, layout: KvLayout, memory: BlockMemory) -> Runner:
+    """The runner of `model` with its keys and values in `memory`."""
+    from twinstage.models.fused.model import FusedModel
+
+    if isinstance(model, FusedModel):
+        return FusedRunner(model, layout, memory)
+    from twinstage.kv.store import KvStore
+
+    return ModelRunner(model, KvStore(layout, memory))
+
+
 class ModelRunner:
     """The runner of a Transformers model on paged KV."""
 
@@ -35,5 +48,31 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """As the protocol says."""
+        from twinstage.engine.inputs import batch_of_plan
+
         batch = batch_of_plan(plan, block_size=self._store.layout.block_size)
         return self._model.forward(batch, self._store).numpy()
+
+
+class FusedRunner:
+    """The runner of a fused model."""
+
+    def __init__(self, model: FusedModel, layout: KvLayout, memory: BlockMemory) -> None:
+        from twinstage.models.fused.model import FusedChunk, KvView
+
+        self._chunk = FusedChunk
+        self._model = model
+        self._kv = KvView.of(layout, memory)
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """As the protocol says. The logits are valid until the next step."""
+        chunks = [
+            self._chunk(
+                token_ids=chunk.sequence.token_ids_between(chunk.start, chunk.end),
+                start=chunk.start,
+                block_ids=chunk.sequence.table.block_ids,
+                samples=chunk.samples,
+            )
+            for chunk in plan.chunks
+        ]
+        return self._model.forward(chunks, self._kv)

@@ -58,6 +58,11 @@ class WorkerSettings(ProcessSettings):
         description="CPUs this worker runs on, such as 0-3,8; where several share a machine, give each its own. By "
         "default all that the process may use.",
     )
+    weights: Literal["stock", "auto", "fp32", "int8"] = Field(
+        default="stock",
+        description="How the model runs: as stock Transformers modules, or packed in fp32 or int8 with kernels of its "
+        "own, which are compiled at the first start; auto takes int8 where the model has a shape they know.",
+    )
     dtype: Literal["float32"] = Field(default="float32", description="Number format of weights and KV.")
     kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
     kv_secret_file: Path | None = Field(

@@ -52,7 +52,7 @@ def build_attention(shape: AttentionShape) -> AttentionKernels:
         num_items = load_i64(work, w.NUM_ITEMS)
         index = take(counter, 1)
         while index < num_items:
-            item = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
+            item: int = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
             if load_i64(item, w.PARTIAL) == w.PREFILL:
                 prefill(item, work, layer, query, query_row, attended, scale * log2_e, window, scratch)
             else:
@@ -70,7 +70,7 @@ def _build_plan(shape: AttentionShape) -> Any:
     @kernel
     def add_item(work: int, sequence: int, kv_head: int, row: int, rows: int, partial: int) -> int:
         index: int = load_i64(work, w.NUM_ITEMS)
-        item = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
+        item: int = load_i64(work, w.ITEMS) + 8 * w.ITEM * index
         store_i64(item, w.SEQUENCE, sequence)
         store_i64(item, w.KV_HEAD, kv_head)
         store_i64(item, w.FIRST_ROW, row)

@@ -1,0 +1,55 @@
+"""Which of the two ways a generative model runs: stock Transformers modules, or the fused path with its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinstage.models.load import load_model
+from twinstage.models.resolve import ResolvedModel
+from twinstage.telemetry.log import get_logger
+from twinstage.types import Task
+
+if TYPE_CHECKING:  # each is imported where it is wanted: either takes time
+    from twinstage.models.adapt import PagedModel
+    from twinstage.models.fused.model import FusedModel
+
+STOCK, AUTO = "stock", "auto"
+WEIGHTS = (STOCK, AUTO, "fp32", "int8")
+
+logger = get_logger(__name__)
+
+
+def load_chosen(
+    resolved: ResolvedModel,
+    *,
+    weights: str,
+    dtype: str = "float32",
+    max_model_len: int | None = None,
+    threads: int | None = None,
+    cache_directory: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PagedModel | FusedModel:
+    """Load `resolved` with `weights`, one of WEIGHTS; "auto" is int8 where the fused path has the model's shape.
+
+    Raises ConfigError, and ModelError that names the reason when "fp32" or "int8" was asked for and cannot be.
+    """
+    if weights != STOCK and resolved.task is Task.GENERATE:
+        from twinstage.models.fused.load import load_fused
+        from twinstage.models.fused.spec import NotFusible
+
+        try:
+            return load_fused(
+                resolved,
+                precision="int8" if weights == AUTO else weights,
+                threads=threads,
+                max_model_len=max_model_len,
+                cache_directory=cache_directory,
+                progress=progress,
+            )
+        except NotFusible as error:
+            if weights != AUTO:
+                raise
+            logger.info("stock modules", reason=str(error))
+    return load_model(resolved, max_model_len=max_model_len, dtype=dtype, threads=threads, progress=progress)

@@ -1,0 +1,104 @@
+"""Load a model for the fused path: packed weights and compiled kernels from the cache, or made and put there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from twinstage.errors import ModelError
+from twinstage.models.config_files import effective_max_model_len, read_json_object
+from twinstage.models.fused.artifacts import Artifact
+from twinstage.models.fused.formats import WeightFormat, format_of
+from twinstage.models.fused.memory import AlignedMemory
+from twinstage.models.fused.model import FusedModel
+from twinstage.models.fused.native import LoadedProgram, NativeProgram
+from twinstage.models.fused.spec import NotFusible, check_config
+from twinstage.models.fused.target import missing_features, target
+from twinstage.models.fused.weights import PackedWeights, pack_model
+from twinstage.models.resolve import ResolvedModel, default_cache_directory
+
+_PACKING_SOURCES = ("affine.py", "fields.py", "formats.py", "packing.py", "spec.py", "weights.py")
+
+
+def check_fusible(resolved: ResolvedModel) -> None:
+    """Raise NotFusible, naming the reason, when model or machine are not what the fused path is made for."""
+    lacking = missing_features()
+    if lacking:
+        raise NotFusible(f"this machine lacks {lacking}")
+    try:
+        check_config(read_json_object(resolved.directory / "config.json"))
+    except NotFusible as error:
+        raise NotFusible(f"{resolved.name} cannot run on the fused path: {error}") from None
+
+
+def load_fused(
+    resolved: ResolvedModel,
+    *,
+    precision: str,
+    threads: int | None = None,
+    max_model_len: int | None = None,
+    cache_directory: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> FusedModel:
+    """Load with weights of `precision`, "fp32" or "int8", on `threads` threads or all CPUs.
+
+    Raises NotFusible, ModelError and ConfigError.
+    """
+    report = progress or (lambda _message: None)
+    check_fusible(resolved)
+    config = read_json_object(resolved.directory / "config.json")
+    limit = effective_max_model_len(config, max_model_len)
+    weight_format = format_of(precision, config)
+    cache = cache_directory or default_cache_directory()
+    weights = Artifact(
+        directory=cache,
+        kind="weights",
+        name=f"{Path(resolved.name).name}-{weight_format}",
+        key=_digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel)),
+    ).load_or_make(lambda: pack_model(resolved.directory, weight_format, progress=report))
+    program = Artifact(directory=cache, kind="kernels", name=weight_format, key=kernel_key(weight_format)).load_or_make(
+        lambda: _compile(weight_format, report)
+    )
+    return FusedModel(
+        PackedWeights.of(weights),
+        LoadedProgram(NativeProgram.from_bytes(bytes(program.view()))),
+        weight_format=weight_format,
+        max_model_len=limit,
+        fingerprint=resolved.fingerprint,
+        threads=threads or len(os.sched_getaffinity(0)),
+    )
+
+
+def kernel_key(weight_format: WeightFormat) -> str:
+    """Identifies compiled kernels by all that they depend on: their source, the compiler and the CPU."""
+    versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
+    chosen = target()
+    return _digest(
+        _sources(("*.py",)), weight_format, *versions, str(llvm.llvm_version_info), chosen.cpu, chosen.features
+    )
+
+
+def _compile(weight_format: WeightFormat, report: Callable[[str], None]) -> AlignedMemory:
+    report("compiling kernels, once for this machine")
+    # Numba takes a second to import, and what it compiles is needed only here.
+    from twinstage.models.fused.compile import compile_program
+
+    return AlignedMemory.of(compile_program(weight_format).to_bytes())
+
+
+def _sources(patterns: tuple[str, ...]) -> str:
+    """The text of source files of this package."""
+    here = Path(__file__).parent
+    paths = sorted({path for pattern in patterns for path in here.glob(pattern)})
+    if not paths:
+        raise ModelError(f"{here} has no source files, by which compiled kernels are known")
+    return "".join(f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in paths)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

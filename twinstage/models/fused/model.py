@@ -1,0 +1,277 @@
+"""A fused model: packed weights, compiled kernels, the threads that run them, and one call for each step."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinstage.kv.layout import KvLayout
+from twinstage.kv.memory import BlockMemory
+from twinstage.models.fused.buffers import RotaryTable, StepBuffers, Table
+from twinstage.models.fused.fields import LayerField, StepField
+from twinstage.models.fused.formats import WeightFormat, linear_scratch_bytes
+from twinstage.models.fused.memory import AlignedMemory
+from twinstage.models.fused.native import LoadedProgram
+from twinstage.models.fused.packing import padded_panels
+from twinstage.models.fused.target import target
+from twinstage.models.fused.weights import PackedWeights
+
+# Of twinstage.models.fused.sync, which needs Numba to be imported.
+_STOP, _SEMAPHORES, _SEMAPHORE_BYTES = 128, 192, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedChunk:
+    """Consecutive tokens of one sequence, the first at position `start`; as `twinstage.models.batch.PagedChunk`."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    samples: bool
+
+
+class FusedModel:
+    """A causal language model on paged KV. Used by one thread at a time; `close` ends its other threads."""
+
+    rows_are_independent = True  # a row's bits depend on its own sequence alone
+
+    def __init__(
+        self,
+        weights: PackedWeights,
+        program: LoadedProgram,
+        *,
+        weight_format: WeightFormat,
+        max_model_len: int,
+        fingerprint: str,
+        threads: int,
+    ) -> None:
+        self.spec = weights.spec
+        self.vocab_size = weights.spec.vocab_size
+        self.max_model_len = max_model_len
+        self.weight_format = weight_format
+        self._fingerprint = fingerprint
+        self._weights = weights
+        self._program = program
+        self._table, self._tables = _make_tables(weights)
+        self._buffers = StepBuffers(self._table, _row_bytes(self._table))
+        self._rotary = RotaryTable(
+            self._table,
+            self.spec.inverse_frequencies,
+            scale=self.spec.rope_scale,
+            positions=max_model_len,
+        )
+        self._scratch_positions = 0
+        self._block_tables = np.zeros((0, 0), np.int32)
+        self._table[StepField.NUM_THREADS] = threads
+        self._team = _Team(program, self._tables, self._table, threads=threads)
+
+    def kv_layout(self, block_size: int) -> KvLayout:
+        """The layout of this model's keys and values in blocks of `block_size` tokens.
+
+        Int8 weights give other keys and values, so their blocks are not exchanged with those of full precision.
+        """
+        suffix = "" if self.weight_format is WeightFormat.FP32 else f":{self.weight_format}"
+        return KvLayout(
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            block_size=block_size,
+            dtype="float32",
+            model_fingerprint=self._fingerprint + suffix,
+        )
+
+    def forward(self, chunks: Sequence[FusedChunk], kv: KvView) -> NDArray[np.float32]:
+        """Compute all chunks, leaving their keys and values in the blocks.
+
+        Returns float32 logits `[num_sampled, vocab_size]`, one row for each chunk that samples, in their order: a view
+        of memory that the next step writes to.
+        """
+        self._describe(chunks, kv)
+        self._program(self._table.ctypes.data, 0)
+        sampled = int(self._table[StepField.NUM_SAMPLED])
+        shape = (sampled, int(self._table[StepField.VOCAB_PANELS]) * target().panel)
+        if not sampled:
+            return np.zeros((0, self.vocab_size), np.float32)
+        logits: NDArray[Any] = self._buffers.array(StepField.LOGITS, np.float32, shape)
+        return logits[:, : self.vocab_size]
+
+    @property
+    def numerics(self) -> str:
+        """What decides the bits of a result: the weights, and the instructions that sum."""
+        return f"fused {self.weight_format} {target().cpu} {target().lanes}"
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._team.close()
+
+    def _describe(self, chunks: Sequence[FusedChunk], kv: KvView) -> None:
+        """Write into the tables what this step computes."""
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        sampled = sum(chunk.samples for chunk in chunks)
+        end = max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=0)
+        self._make_room(rows, sampled, end)
+        table, block_size = self._table, kv.layout.block_size
+        token_ids = self._buffers.array(StepField.TOKEN_IDS, np.int32, (rows,))
+        positions = self._buffers.array(StepField.POSITIONS, np.int64, (rows,))
+        sequences = self._buffers.array(StepField.SEQUENCES, np.int64, (rows,))
+        sampled_rows = self._buffers.array(StepField.SAMPLED_ROWS, np.int64, (sampled,))
+        stride = -(-end // block_size)
+        if self._block_tables.shape[0] < len(chunks) or self._block_tables.shape[1] < stride:
+            self._block_tables = np.zeros((max(len(chunks), 8), -(-stride // 64) * 64), np.int32)
+        row = sample = 0
+        for index, chunk in enumerate(chunks):
+            length = len(chunk.token_ids)
+            chosen = slice(row, row + length)
+            token_ids[chosen] = chunk.token_ids
+            positions[chosen] = chunk.start if length == 1 else np.arange(chunk.start, chunk.start + length)
+            sequences[chosen] = index
+            num_blocks = -(-(chunk.start + length) // block_size)
+            self._block_tables[index, :num_blocks] = chunk.block_ids[:num_blocks]
+            row += length
+            if chunk.samples:
+                sampled_rows[sample] = row - 1
+                sample += 1
+        table[StepField.NUM_ROWS] = rows
+        table[StepField.NUM_SAMPLED] = sampled
+        table[StepField.BLOCK_TABLES] = self._block_tables.ctypes.data
+        table[StepField.TABLE_STRIDE] = self._block_tables.shape[1]
+        table[StepField.BLOCKS] = kv.address
+        table[StepField.BLOCK_STRIDE] = kv.layout.block_bytes // 4
+        table[StepField.BLOCK_SIZE] = block_size
+
+    def _make_room(self, rows: int, sampled: int, positions: int) -> None:
+        for field in _ROW_FIELDS:
+            self._buffers.ensure(field, max(rows, 1))
+        for field in (StepField.LOGITS, StepField.SAMPLED_ROWS):
+            self._buffers.ensure(field, max(sampled, 1))
+        self._rotary.ensure(positions)
+        if positions > self._scratch_positions:
+            self._scratch_positions = max(positions, min(self.max_model_len, 2 * positions))
+            size = self._scratch_bytes(self._scratch_positions)
+            self._scratch = AlignedMemory(size * int(self._table[StepField.NUM_THREADS]))
+            self._table[StepField.SCRATCH] = self._scratch.address
+            self._table[StepField.SCRATCH_BYTES] = size
+
+    def _scratch_bytes(self, positions: int) -> int:
+        """Of one thread: for the linears, or for the scores of one row for the attention."""
+        most_k = max(self.spec.hidden_size, self.spec.intermediate_size, self.spec.query_size)
+        size = max(linear_scratch_bytes(most_k), (positions + self.spec.head_dim) * 4)
+        return -(-size // 4096) * 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """Where the KV blocks lie. The memory must outlive all steps."""
+
+    layout: KvLayout
+    address: int
+
+    @staticmethod
+    def of(layout: KvLayout, memory: BlockMemory) -> KvView:
+        view = memory.view()
+        return KvView(layout, np.frombuffer(view, np.uint8).ctypes.data)
+
+
+class _Team:
+    """The threads beside the caller's that compute a step."""
+
+    def __init__(self, program: LoadedProgram, tables: AlignedMemory, table: Table, *, threads: int) -> None:
+        self._sync = AlignedMemory(_SEMAPHORES + _SEMAPHORE_BYTES * threads)
+        self._tables = tables  # the members read them
+        table[StepField.SYNC] = self._sync.address
+        libc = ctypes.CDLL(None)
+        semaphores = [self._sync.address + _SEMAPHORES + _SEMAPHORE_BYTES * index for index in range(threads)]
+        for semaphore in semaphores:
+            libc.sem_init(ctypes.c_void_p(semaphore), 0, 0)
+        members = [
+            threading.Thread(target=program, args=(table.ctypes.data, index), name=f"compute-{index}", daemon=True)
+            for index in range(1, threads)
+        ]
+        for member in members:
+            member.start()
+        self._close = weakref.finalize(self, _end_members, self._sync, semaphores, members)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _end_members(sync: AlignedMemory, semaphores: list[int], members: list[threading.Thread]) -> None:
+    stop = ctypes.c_int64.from_address(sync.address + _STOP)
+    stop.value = 1
+    libc = ctypes.CDLL(None)
+    for semaphore in semaphores:
+        libc.sem_post(ctypes.c_void_p(semaphore))
+    for member in members:
+        member.join()
+
+
+_ROW_FIELDS = (
+    StepField.HIDDEN, StepField.NORMED, StepField.QKV, StepField.ATTENDED, StepField.GATE_UP, StepField.ACTIVATED,
+    StepField.TOKEN_IDS, StepField.POSITIONS, StepField.SEQUENCES,
+)  # fmt: skip
+
+
+def _row_bytes(table: Table) -> dict[StepField, int]:
+    panel = target().panel
+    return {
+        StepField.HIDDEN: int(table[StepField.HIDDEN_STRIDE]) * 4,
+        StepField.NORMED: int(table[StepField.HIDDEN_SIZE]) * 4,
+        StepField.QKV: int(table[StepField.QKV_PANELS]) * panel * 4,
+        StepField.ATTENDED: int(table[StepField.NUM_HEADS] * table[StepField.HEAD_DIM]) * 4,
+        StepField.GATE_UP: int(table[StepField.GATE_UP_PANELS]) * panel * 4,
+        StepField.ACTIVATED: int(table[StepField.INTERMEDIATE_SIZE]) * 4,
+        StepField.LOGITS: int(table[StepField.VOCAB_PANELS]) * panel * 4,
+        StepField.TOKEN_IDS: 4,
+        StepField.POSITIONS: 8,
+        StepField.SEQUENCES: 8,
+        StepField.SAMPLED_ROWS: 8,
+    }
+
+
+def _make_tables(weights: PackedWeights) -> tuple[Table, AlignedMemory]:
+    """The step's table and, in the same memory, that of the layers; all that never changes is filled in."""
+    spec = weights.spec
+    memory = AlignedMemory((len(StepField) + spec.num_layers * len(LayerField)) * 8)
+    table = memory.array(np.int64, (len(StepField),))
+    layers = memory.array(np.int64, (spec.num_layers, len(LayerField)), offset=len(StepField) * 8)
+    hidden_panels = padded_panels(spec.hidden_size)
+    sizes = {
+        StepField.LAYERS: memory.address + len(StepField) * 8,
+        StepField.NUM_LAYERS: spec.num_layers,
+        StepField.HIDDEN_SIZE: spec.hidden_size,
+        StepField.HIDDEN_STRIDE: hidden_panels * target().panel,
+        StepField.HIDDEN_PANELS: hidden_panels,
+        StepField.NUM_HEADS: spec.num_heads,
+        StepField.NUM_KV_HEADS: spec.num_kv_heads,
+        StepField.HEAD_DIM: spec.head_dim,
+        StepField.QKV_PANELS: padded_panels(spec.qkv_size),
+        StepField.INTERMEDIATE_SIZE: spec.intermediate_size,
+        StepField.GATE_UP_PANELS: padded_panels(2 * spec.intermediate_size),
+        StepField.VOCAB_PANELS: padded_panels(spec.vocab_size),
+        StepField.EPSILON: _float_bits(spec.epsilon),
+        StepField.ATTENTION_SCALE: _float_bits(spec.head_dim**-0.5),
+    }
+    for field, value in sizes.items():
+        table[field] = value
+    for name, address in weights.addresses.items():
+        layer, _, field_name = name.rpartition(".")
+        if layer:
+            layers[int(layer), LayerField[field_name]] = address
+        else:
+            table[StepField[field_name]] = address
+    if spec.tied_embedding:
+        table[StepField.LM_HEAD] = table[StepField.EMBEDDING]
+        table[StepField.LM_HEAD_SCALE] = table[StepField.EMBEDDING_SCALE]
+    layers[:, LayerField.WINDOW] = spec.windows
+    return table, memory
+
+
+def _float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))

@@ -1,0 +1,276 @@
+"""One step of the model: all layers, in one call, by all threads at once.
+
+Every thread runs `step` and does its part of each phase; a barrier separates a phase from those that need its results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from twinstage.models.fused.attention_basic import attend
+from twinstage.models.fused.elementwise import (
+    add_bias,
+    embed_rows,
+    rms_norm_row,
+    rms_norm_rows,
+    rotate_head,
+    swiglu_rows,
+)
+from twinstage.models.fused.embed_affine import embed_rows_affine
+from twinstage.models.fused.fields import LayerField, StepField
+from twinstage.models.fused.formats import WeightFormat
+from twinstage.models.fused.intrinsics import (
+    kernel,
+    load_acquire,
+    load_f32,
+    load_i32,
+    load_i64,
+    semaphore_post,
+    semaphore_wait,
+    store_f32,
+)
+from twinstage.models.fused.linear import linear_f32, linear_int8
+from twinstage.models.fused.linear_vnni import linear_vnni
+from twinstage.models.fused.sync import SEMAPHORE_BYTES, SEMAPHORES, STOP, barrier
+from twinstage.models.fused.tiles import PANEL
+
+_LAYER_BYTES = len(LayerField) * 8
+_KERNELS = {  # linear, embedding
+    WeightFormat.FP32: (linear_f32, embed_rows),
+    WeightFormat.INT8: (linear_int8, embed_rows),
+    WeightFormat.AFFINE8: (linear_vnni, embed_rows_affine),
+}
+
+
+@kernel
+def _float_field(table, field):  # type: ignore[no-untyped-def]
+    return load_f32(table, field * 2)
+
+
+@kernel
+def _place_in_blocks(table, row):  # type: ignore[no-untyped-def]
+    """Elements from the start of the KV blocks to the first layer's key of a row, in KV head 0."""
+    position = load_i64(load_i64(table, StepField.POSITIONS), row)
+    sequence = load_i64(load_i64(table, StepField.SEQUENCES), row)
+    block_size = load_i64(table, StepField.BLOCK_SIZE)
+    entry = sequence * load_i64(table, StepField.TABLE_STRIDE) + position // block_size
+    block = np.int64(load_i32(load_i64(table, StepField.BLOCK_TABLES), entry))
+    in_block = position % block_size * load_i64(table, StepField.HEAD_DIM)
+    return block * load_i64(table, StepField.BLOCK_STRIDE) + in_block
+
+
+@kernel
+def _finish_head(head, norm, head_dim, epsilon, cosines, sines):  # type: ignore[no-untyped-def]
+    """Normalize a query or key head where the model does, then give it its position."""
+    if norm != 0:
+        rms_norm_row(head, norm, head_dim, epsilon, head)
+    rotate_head(head, head_dim, cosines, sines)
+
+
+@kernel
+def _copy(source, target, size):  # type: ignore[no-untyped-def]
+    for index in range(size):
+        store_f32(target, index, load_f32(source, index))
+
+
+@kernel
+def _position_and_store(table, layer, layer_offset, first, end):  # type: ignore[no-untyped-def]
+    """Finish queries and keys of some rows and write keys and values to their blocks."""
+    head_dim = load_i64(table, StepField.HEAD_DIM)
+    num_heads = load_i64(table, StepField.NUM_HEADS)
+    num_kv_heads = load_i64(table, StepField.NUM_KV_HEADS)
+    epsilon = _float_field(table, StepField.EPSILON)
+    row_bytes = load_i64(table, StepField.QKV_PANELS) * PANEL * 4
+    head_elements = load_i64(table, StepField.BLOCK_SIZE) * head_dim
+    bias = load_i64(layer, LayerField.QKV_BIAS)
+    for row in range(first, end):
+        head = load_i64(table, StepField.QKV) + row * row_bytes
+        if bias != 0:
+            add_bias(head, bias, (num_heads + 2 * num_kv_heads) * head_dim)
+        angle = load_i64(load_i64(table, StepField.POSITIONS), row) * (head_dim // 2) * 4
+        cosines = load_i64(table, StepField.COSINES) + angle
+        sines = load_i64(table, StepField.SINES) + angle
+        for _ in range(num_heads):
+            _finish_head(head, load_i64(layer, LayerField.QUERY_NORM), head_dim, epsilon, cosines, sines)
+            head += head_dim * 4
+        block = load_i64(table, StepField.BLOCKS) + (_place_in_blocks(table, row) + layer_offset) * 4
+        for kv_head in range(num_kv_heads):
+            _finish_head(head, load_i64(layer, LayerField.KEY_NORM), head_dim, epsilon, cosines, sines)
+            _copy(head, block + kv_head * head_elements * 4, head_dim)
+            head += head_dim * 4
+        for kv_head in range(num_kv_heads):
+            _copy(head, block + (num_kv_heads + kv_head) * head_elements * 4, head_dim)
+            head += head_dim * 4
+
+
+@kernel
+def _attend_all(table, layer, layer_offset, scratch, thread, num_threads):  # type: ignore[no-untyped-def]
+    num_heads = load_i64(table, StepField.NUM_HEADS)
+    head_dim = load_i64(table, StepField.HEAD_DIM)
+    attend(
+        load_i64(table, StepField.QKV),
+        load_i64(table, StepField.QKV_PANELS) * PANEL,
+        load_i64(table, StepField.ATTENDED),
+        num_heads * head_dim,
+        load_i64(table, StepField.BLOCKS),
+        load_i64(table, StepField.BLOCK_STRIDE),
+        layer_offset,
+        load_i64(table, StepField.BLOCK_SIZE),
+        load_i64(table, StepField.BLOCK_TABLES),
+        load_i64(table, StepField.TABLE_STRIDE),
+        load_i64(table, StepField.SEQUENCES),
+        load_i64(table, StepField.POSITIONS),
+        load_i64(table, StepField.NUM_ROWS),
+        num_heads,
+        load_i64(table, StepField.NUM_KV_HEADS),
+        head_dim,
+        _float_field(table, StepField.ATTENTION_SCALE),
+        load_i64(layer, LayerField.WINDOW),
+        scratch,
+        thread,
+        num_threads,
+    )
+
+
+def _make_layer(linear: Any) -> Any:
+    @kernel
+    def run_layer(table, index, first, end, scratch, thread):  # type: ignore[no-untyped-def]
+        """One decoder layer; `first .. end - 1` are this thread's rows of the passes between the linears."""
+        num_threads = load_i64(table, StepField.NUM_THREADS)
+        sync = load_i64(table, StepField.SYNC)
+        num_rows = load_i64(table, StepField.NUM_ROWS)
+        layer = load_i64(table, StepField.LAYERS) + index * _LAYER_BYTES
+        hidden = load_i64(table, StepField.HIDDEN)
+        hidden_stride = load_i64(table, StepField.HIDDEN_STRIDE)
+        hidden_size = load_i64(table, StepField.HIDDEN_SIZE)
+        hidden_panels = load_i64(table, StepField.HIDDEN_PANELS)
+        normed = load_i64(table, StepField.NORMED)
+        epsilon = _float_field(table, StepField.EPSILON)
+        head_dim = load_i64(table, StepField.HEAD_DIM)
+        query_size = load_i64(table, StepField.NUM_HEADS) * head_dim
+        kv_size = load_i64(table, StepField.NUM_KV_HEADS) * head_dim
+
+        norm = load_i64(layer, LayerField.INPUT_NORM)
+        rms_norm_rows(hidden, hidden_stride, hidden_size, norm, epsilon, normed, first, end)
+        barrier(sync, num_threads)
+
+        qkv_panels = load_i64(table, StepField.QKV_PANELS)
+        linear(
+            normed, hidden_size, num_rows, load_i64(layer, LayerField.QKV), load_i64(layer, LayerField.QKV_SCALE),
+            hidden_size, qkv_panels, load_i64(table, StepField.QKV), qkv_panels * PANEL, 0,
+            scratch, thread, num_threads,
+        )  # fmt: skip
+        barrier(sync, num_threads)
+
+        layer_offset = index * 2 * kv_size * load_i64(table, StepField.BLOCK_SIZE)
+        _position_and_store(table, layer, layer_offset, first, end)
+        barrier(sync, num_threads)
+
+        _attend_all(table, layer, layer_offset, scratch, thread, num_threads)
+        barrier(sync, num_threads)
+
+        attended = load_i64(table, StepField.ATTENDED)
+        linear(
+            attended, query_size, num_rows, load_i64(layer, LayerField.OUTPUT),
+            load_i64(layer, LayerField.OUTPUT_SCALE),
+            query_size, hidden_panels, hidden, hidden_stride, 1, scratch, thread, num_threads,
+        )  # fmt: skip
+        barrier(sync, num_threads)
+
+        norm = load_i64(layer, LayerField.POST_NORM)
+        rms_norm_rows(hidden, hidden_stride, hidden_size, norm, epsilon, normed, first, end)
+        barrier(sync, num_threads)
+
+        gate_up = load_i64(table, StepField.GATE_UP)
+        gate_up_panels = load_i64(table, StepField.GATE_UP_PANELS)
+        linear(
+            normed, hidden_size, num_rows, load_i64(layer, LayerField.GATE_UP),
+            load_i64(layer, LayerField.GATE_UP_SCALE), hidden_size, gate_up_panels, gate_up, gate_up_panels * PANEL, 0,
+            scratch, thread, num_threads,
+        )  # fmt: skip
+        barrier(sync, num_threads)
+
+        activated = load_i64(table, StepField.ACTIVATED)
+        size = load_i64(table, StepField.INTERMEDIATE_SIZE)
+        swiglu_rows(gate_up, gate_up_panels * PANEL, size, activated, first, end)
+        barrier(sync, num_threads)
+
+        linear(
+            activated, size, num_rows, load_i64(layer, LayerField.DOWN), load_i64(layer, LayerField.DOWN_SCALE),
+            size, hidden_panels, hidden, hidden_stride, 1, scratch, thread, num_threads,
+        )  # fmt: skip
+        barrier(sync, num_threads)
+
+    return run_layer
+
+
+def _make_step(linear: Any, embed: Any) -> Any:
+    run_layer = _make_layer(linear)
+
+    @kernel
+    def step(table, thread):  # type: ignore[no-untyped-def]
+        """This thread's part of a step: embedding, all layers, and the logits of the sampled rows."""
+        num_threads = load_i64(table, StepField.NUM_THREADS)
+        sync = load_i64(table, StepField.SYNC)
+        scratch = load_i64(table, StepField.SCRATCH) + thread * load_i64(table, StepField.SCRATCH_BYTES)
+        num_rows = load_i64(table, StepField.NUM_ROWS)
+        hidden = load_i64(table, StepField.HIDDEN)
+        hidden_size = load_i64(table, StepField.HIDDEN_SIZE)
+        hidden_stride = load_i64(table, StepField.HIDDEN_STRIDE)
+        first = num_rows * thread // num_threads
+        end = num_rows * (thread + 1) // num_threads
+        embed(
+            load_i64(table, StepField.TOKEN_IDS), load_i64(table, StepField.EMBEDDING),
+            load_i64(table, StepField.EMBEDDING_SCALE), hidden_size, hidden, hidden_stride, first, end,
+        )  # fmt: skip
+        for index in range(load_i64(table, StepField.NUM_LAYERS)):
+            run_layer(table, index, first, end, scratch, thread)
+
+        num_sampled = load_i64(table, StepField.NUM_SAMPLED)
+        normed = load_i64(table, StepField.NORMED)
+        for sample in range(num_sampled * thread // num_threads, num_sampled * (thread + 1) // num_threads):
+            row = load_i64(load_i64(table, StepField.SAMPLED_ROWS), sample)
+            rms_norm_row(
+                hidden + row * hidden_stride * 4, load_i64(table, StepField.FINAL_NORM), hidden_size,
+                _float_field(table, StepField.EPSILON), normed + sample * hidden_size * 4,
+            )  # fmt: skip
+        barrier(sync, num_threads)
+        if num_sampled > 0:
+            panels = load_i64(table, StepField.VOCAB_PANELS)
+            linear(
+                normed, hidden_size, num_sampled, load_i64(table, StepField.LM_HEAD),
+                load_i64(table, StepField.LM_HEAD_SCALE), hidden_size, panels, load_i64(table, StepField.LOGITS),
+                panels * PANEL, 0, scratch, thread, num_threads,
+            )  # fmt: skip
+        barrier(sync, num_threads)
+
+    return step
+
+
+def make_entry_point(weight_format: WeightFormat) -> Any:
+    """The one function that Python calls, `enter(table, thread)`.
+
+    Thread 0 computes a step with the help of the members, which are the other threads: each enters once and stays,
+    asleep between steps, until STOP.
+    """
+    step = _make_step(*_KERNELS[weight_format])
+
+    @kernel
+    def enter(table, thread):  # type: ignore[no-untyped-def]
+        sync = load_i64(table, StepField.SYNC)
+        if thread == 0:
+            for member in range(1, load_i64(table, StepField.NUM_THREADS)):
+                semaphore_post(sync + SEMAPHORES + member * SEMAPHORE_BYTES)
+        while True:
+            if thread != 0:
+                while semaphore_wait(sync + SEMAPHORES + thread * SEMAPHORE_BYTES) != 0:
+                    pass
+                if load_acquire(sync + STOP) != 0:
+                    return
+            step(table, thread)
+            if thread == 0:
+                return
+
+    return enter
