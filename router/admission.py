@@ -38,6 +38,7 @@ DEFAULT_MAX_TOKENS = 16  # of Generate; Chat goes on to the context limit
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_PRIORITY = 100
+MAX_SALT_BYTES = 128
 MAX_BIAS = 100.0
 CHARACTERS_PER_TOKEN = 4  # about as many in English
 
@@ -52,6 +53,8 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     violations = Violations()
     violations.check_request_id(raw.request_id)
     violations.check_number("priority", raw.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+    if len(raw.cache_salt.encode()) > MAX_SALT_BYTES:
+        violations.add("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _check_prompt(violations, raw.prompt, model)
     _check_sampling(violations, raw.sampling, model)
     _check_stopping(violations, raw.stopping, model, max_tokens=resolve_max_tokens(raw, model))
@@ -303,4 +306,5 @@ def _resolve_spec(
         stop_token_ids=frozenset(end_of_sequence) | frozenset(raw.stopping.stop_token_ids),
         logprobs=raw.output.logprobs,
         priority=raw.priority,
+        cache_salt=raw.cache_salt,
     )

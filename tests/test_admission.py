@@ -104,6 +104,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"output": RawOutput(logprobs=21)}, "output.logprobs"),
     ({"output": RawOutput(prompt_logprobs=21)}, "output.prompt_logprobs"),
     ({"priority": 101}, "priority"),
+    ({"cache_salt": "é" * 65}, "cache_salt"),
     ({"request_id": "x" * 129}, "request_id"),
     ({"request_id": "tab\t"}, "request_id"),
     ({"request_id": "é"}, "request_id"),
@@ -256,6 +257,7 @@ async def test_chat_is_rendered_without_more_special_tokens_and_runs_to_the_limi
 async def test_token_ids_are_used_as_they_are(admission: Admission) -> None:
     raw = RawGenerationRequest(prompt=TokenPrompt(token_ids=(3, 1, 4)))
     assert (await admit(admission, raw)).spec.prompt_token_ids == (3, 1, 4)
+    assert (await admit(admission, text(cache_salt="tenant"))).spec.cache_salt == "tenant"
 
 
 async def test_seed_is_kept_or_drawn(admission: Admission) -> None:

@@ -95,6 +95,7 @@ EVERYTHING = Options(
     ),
     output=Output(logprobs=3, prompt_logprobs=0, return_token_ids=True, skip_special_tokens=False),
     priority=-3,
+    cache_salt="tenant",
 )
 
 
@@ -121,6 +122,7 @@ def test_the_router_reads_what_the_caller_said(
         stopping=EVERYTHING.stopping,
         output=EVERYTHING.output,
         priority=-3,
+        cache_salt="tenant",
     )
 
 

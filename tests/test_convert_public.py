@@ -43,7 +43,7 @@ from twinstage.types import (
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 FULL_REQUEST = """{
-  "prompt": "Hi", "model": "m", "requestId": "r-1", "priority": -3,
+  "prompt": "Hi", "model": "m", "requestId": "r-1", "priority": -3, "cacheSalt": "tenant",
   "sampling": {"n": 2, "temperature": 0.7, "topP": 0.9, "topK": 40, "minP": 0.05, "repetitionPenalty": 1.1,
                "presencePenalty": -0.5, "frequencyPenalty": 0.3, "seed": "18446744073709551615",
                "logitBias": {"7": -1.5}},
@@ -85,6 +85,7 @@ def test_every_field_of_a_generate_request() -> None:
         output=RawOutput(logprobs=3, prompt_logprobs=0, return_token_ids=True, skip_special_tokens=False),
         has_structured_output=True,
         priority=-3,
+        cache_salt="tenant",
     )
 
 
@@ -157,7 +158,16 @@ def test_a_chat_request_carries_all_options() -> None:
     generate = json_format.Parse(FULL_REQUEST, generation_pb2.GenerateRequest())
     chat, plain = convert.chat_request_from_proto(message), convert.generate_request_from_proto(generate)
     assert chat.prompt == ChatPrompt(messages=())
-    for name in ("model", "request_id", "sampling", "stopping", "output", "has_structured_output", "priority"):
+    for name in (
+        "model",
+        "request_id",
+        "sampling",
+        "stopping",
+        "output",
+        "has_structured_output",
+        "priority",
+        "cache_salt",
+    ):
         assert getattr(chat, name) == getattr(plain, name)
 
 

@@ -156,6 +156,7 @@ class RawGenerationRequest:
     output: RawOutput = field(default_factory=RawOutput)
     has_structured_output: bool = False
     priority: int = 0
+    cache_salt: str = ""
 
 
 class EmbeddingFormat(enum.Enum):

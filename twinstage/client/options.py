@@ -14,7 +14,10 @@ Output = RawOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a generation. `timeout_s` becomes the call's deadline; None leaves it to the router."""
+    """Options of a generation. `timeout_s` becomes the call's deadline; None leaves it to the router.
+
+    Cached beginnings of prompts are shared only between requests of equal `cache_salt`.
+    """
 
     model: str = ""
     request_id: str = ""
@@ -22,6 +25,7 @@ class Options:
     stopping: Stopping = field(default_factory=Stopping)
     output: Output = field(default_factory=Output)
     priority: int = 0
+    cache_salt: str = ""
     timeout_s: float | None = None
 
 

@@ -104,6 +104,7 @@ def _common(options: Options) -> dict[str, Any]:
         "stopping": _stopping(options.stopping),
         "output": _output(options.output),
         "priority": options.priority,
+        "cache_salt": options.cache_salt,
     }
 
 

@@ -60,6 +60,7 @@ def generate_request_from_proto(request: generation_pb2.GenerateRequest) -> RawG
         output=output_from_proto(request.output),
         has_structured_output=request.HasField("structured_output"),
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -73,6 +74,7 @@ def chat_request_from_proto(request: generation_pb2.ChatRequest) -> RawGeneratio
         output=output_from_proto(request.output),
         has_structured_output=request.HasField("structured_output"),
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from twinstage.v1 import common_pb2 as twinstage_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtwinstage/v1/generation.proto\x12\x0ctwinstage.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19twinstage/v1/common.proto\"\x8b\x03\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x12*\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x19.twinstage.v1.PromptBatchH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.twinstage.v1.SamplingOptions\x12/\n\x08stopping\x18\x07 \x01(\x0b\x32\x1d.twinstage.v1.StoppingOptions\x12+\n\x06output\x18\x08 \x01(\x0b\x32\x1b.twinstage.v1.OutputOptions\x12\x39\n\x11structured_output\x18\t \x01(\x0b\x32\x1e.twinstage.v1.StructuredOutput\x12\x10\n\x08priority\x18\n \x01(\x11\x42\x07\n\x05input\"9\n\x0bPromptBatch\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.PromptInput\"\\\n\x0bPromptInput\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xdc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\x07results\x18\x03 \x03(\x0b\x32\x1e.twinstage.v1.GenerationResult\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xd4\x01\n\x10GenerationResult\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\xce\x01\n\x16GenerateStreamResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.twinstage.v1.PromptInfoH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.twinstage.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.twinstage.v1.FinishedH\x00\x12(\n\x07summary\x18\x04 \x01(\x0b\x32\x15.twinstage.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"F\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"e\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\"}\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x03 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\x7f\n\x07Summary\x12\"\n\x05usage\x18\x01 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x02 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xe5\x03\n\x0b\x43hatRequest\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.twinstage.v1.SamplingOptions\x12/\n\x08stopping\x18\x05 \x01(\x0b\x32\x1d.twinstage.v1.StoppingOptions\x12+\n\x06output\x18\x06 \x01(\x0b\x32\x1b.twinstage.v1.OutputOptions\x12\x39\n\x11structured_output\x18\x07 \x01(\x0b\x32\x1e.twinstage.v1.StructuredOutput\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x15\n\rchat_template\x18\t \x01(\t\x12\x35\n\x14\x63hat_template_kwargs\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x0c \x01(\x08\x42\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xd2\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07results\x18\x03 \x03(\x0b\x32\x18.twinstage.v1.ChatResult\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xec\x01\n\nChatResult\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07message\x18\x02 \x01(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\xca\x01\n\x12\x43hatStreamResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.twinstage.v1.PromptInfoH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.twinstage.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.twinstage.v1.FinishedH\x00\x12(\n\x07summary\x18\x04 \x01(\x0b\x32\x15.twinstage.v1.SummaryH\x00\x42\x07\n\x05\x65vent2\xc3\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.twinstage.v1.GenerateRequest\x1a\x1e.twinstage.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12\x1d.twinstage.v1.GenerateRequest\x1a$.twinstage.v1.GenerateStreamResponse0\x01\x12=\n\x04\x43hat\x12\x19.twinstage.v1.ChatRequest\x1a\x1a.twinstage.v1.ChatResponse\x12K\n\nChatStream\x12\x19.twinstage.v1.ChatRequest\x1a .twinstage.v1.ChatStreamResponse0\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtwinstage/v1/generation.proto\x12\x0ctwinstage.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19twinstage/v1/common.proto\"\x9f\x03\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x12*\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x19.twinstage.v1.PromptBatchH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.twinstage.v1.SamplingOptions\x12/\n\x08stopping\x18\x07 \x01(\x0b\x32\x1d.twinstage.v1.StoppingOptions\x12+\n\x06output\x18\x08 \x01(\x0b\x32\x1b.twinstage.v1.OutputOptions\x12\x39\n\x11structured_output\x18\t \x01(\x0b\x32\x1e.twinstage.v1.StructuredOutput\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x12\n\ncache_salt\x18\x0b \x01(\tB\x07\n\x05input\"9\n\x0bPromptBatch\x12*\n\x07prompts\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.PromptInput\"\\\n\x0bPromptInput\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x32\n\x10prompt_token_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x42\x07\n\x05input\"\xdc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12/\n\x07results\x18\x03 \x03(\x0b\x32\x1e.twinstage.v1.GenerationResult\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xd4\x01\n\x10GenerationResult\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\xce\x01\n\x16GenerateStreamResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.twinstage.v1.PromptInfoH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.twinstage.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.twinstage.v1.FinishedH\x00\x12(\n\x07summary\x18\x04 \x01(\x0b\x32\x15.twinstage.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"F\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"e\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\"}\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x03 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\x7f\n\x07Summary\x12\"\n\x05usage\x18\x01 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x02 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xf9\x03\n\x0b\x43hatRequest\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.twinstage.v1.SamplingOptions\x12/\n\x08stopping\x18\x05 \x01(\x0b\x32\x1d.twinstage.v1.StoppingOptions\x12+\n\x06output\x18\x06 \x01(\x0b\x32\x1b.twinstage.v1.OutputOptions\x12\x39\n\x11structured_output\x18\x07 \x01(\x0b\x32\x1e.twinstage.v1.StructuredOutput\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x15\n\rchat_template\x18\t \x01(\t\x12\x35\n\x14\x63hat_template_kwargs\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x0c \x01(\x08\x12\x12\n\ncache_salt\x18\r \x01(\tB\x18\n\x16_add_generation_prompt\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xd2\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07results\x18\x03 \x03(\x0b\x32\x18.twinstage.v1.ChatResult\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xec\x01\n\nChatResult\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07message\x18\x02 \x01(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.twinstage.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.twinstage.v1.FinishReason\x12/\n\x0cmatched_stop\x18\x06 \x01(\x0b\x32\x19.twinstage.v1.MatchedStop\"\xca\x01\n\x12\x43hatStreamResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.twinstage.v1.PromptInfoH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.twinstage.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.twinstage.v1.FinishedH\x00\x12(\n\x07summary\x18\x04 \x01(\x0b\x32\x15.twinstage.v1.SummaryH\x00\x42\x07\n\x05\x65vent2\xc3\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1d.twinstage.v1.GenerateRequest\x1a\x1e.twinstage.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12\x1d.twinstage.v1.GenerateRequest\x1a$.twinstage.v1.GenerateStreamResponse0\x01\x12=\n\x04\x43hat\x12\x19.twinstage.v1.ChatRequest\x1a\x1a.twinstage.v1.ChatResponse\x12K\n\nChatStream\x12\x19.twinstage.v1.ChatRequest\x1a .twinstage.v1.ChatStreamResponse0\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017io.twinstage.v1P\001Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1'
   _globals['_GENERATEREQUEST']._serialized_start=105
-  _globals['_GENERATEREQUEST']._serialized_end=500
-  _globals['_PROMPTBATCH']._serialized_start=502
-  _globals['_PROMPTBATCH']._serialized_end=559
-  _globals['_PROMPTINPUT']._serialized_start=561
-  _globals['_PROMPTINPUT']._serialized_end=653
-  _globals['_GENERATERESPONSE']._serialized_start=656
-  _globals['_GENERATERESPONSE']._serialized_end=876
-  _globals['_GENERATIONRESULT']._serialized_start=879
-  _globals['_GENERATIONRESULT']._serialized_end=1091
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1094
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1300
-  _globals['_PROMPTINFO']._serialized_start=1302
-  _globals['_PROMPTINFO']._serialized_end=1372
-  _globals['_DELTA']._serialized_start=1374
-  _globals['_DELTA']._serialized_end=1475
-  _globals['_FINISHED']._serialized_start=1477
-  _globals['_FINISHED']._serialized_end=1602
-  _globals['_SUMMARY']._serialized_start=1604
-  _globals['_SUMMARY']._serialized_end=1731
-  _globals['_CHATREQUEST']._serialized_start=1734
-  _globals['_CHATREQUEST']._serialized_end=2219
-  _globals['_CHATMESSAGE']._serialized_start=2221
-  _globals['_CHATMESSAGE']._serialized_end=2279
-  _globals['_CHATRESPONSE']._serialized_start=2282
-  _globals['_CHATRESPONSE']._serialized_end=2492
-  _globals['_CHATRESULT']._serialized_start=2495
-  _globals['_CHATRESULT']._serialized_end=2731
-  _globals['_CHATSTREAMRESPONSE']._serialized_start=2734
-  _globals['_CHATSTREAMRESPONSE']._serialized_end=2936
-  _globals['_GENERATIONSERVICE']._serialized_start=2939
-  _globals['_GENERATIONSERVICE']._serialized_end=3262
+  _globals['_GENERATEREQUEST']._serialized_end=520
+  _globals['_PROMPTBATCH']._serialized_start=522
+  _globals['_PROMPTBATCH']._serialized_end=579
+  _globals['_PROMPTINPUT']._serialized_start=581
+  _globals['_PROMPTINPUT']._serialized_end=673
+  _globals['_GENERATERESPONSE']._serialized_start=676
+  _globals['_GENERATERESPONSE']._serialized_end=896
+  _globals['_GENERATIONRESULT']._serialized_start=899
+  _globals['_GENERATIONRESULT']._serialized_end=1111
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1114
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1320
+  _globals['_PROMPTINFO']._serialized_start=1322
+  _globals['_PROMPTINFO']._serialized_end=1392
+  _globals['_DELTA']._serialized_start=1394
+  _globals['_DELTA']._serialized_end=1495
+  _globals['_FINISHED']._serialized_start=1497
+  _globals['_FINISHED']._serialized_end=1622
+  _globals['_SUMMARY']._serialized_start=1624
+  _globals['_SUMMARY']._serialized_end=1751
+  _globals['_CHATREQUEST']._serialized_start=1754
+  _globals['_CHATREQUEST']._serialized_end=2259
+  _globals['_CHATMESSAGE']._serialized_start=2261
+  _globals['_CHATMESSAGE']._serialized_end=2319
+  _globals['_CHATRESPONSE']._serialized_start=2322
+  _globals['_CHATRESPONSE']._serialized_end=2532
+  _globals['_CHATRESULT']._serialized_start=2535
+  _globals['_CHATRESULT']._serialized_end=2771
+  _globals['_CHATSTREAMRESPONSE']._serialized_start=2774
+  _globals['_CHATSTREAMRESPONSE']._serialized_end=2976
+  _globals['_GENERATIONSERVICE']._serialized_start=2979
+  _globals['_GENERATIONSERVICE']._serialized_end=3302
 # @@protoc_insertion_point(module_scope)

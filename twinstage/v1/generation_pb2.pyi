@@ -36,6 +36,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Text; tokenized by the router. Not empty."""
     model: _builtins.str
@@ -46,6 +47,10 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """Requests of higher priority are served first. Default 0; range -100 to 100."""
+    cache_salt: _builtins.str
+    """Cached beginnings of prompts are shared only with requests of the same salt: one per tenant lets nobody learn from
+    response times what others have asked. Default: empty, as of all who give none. At most 128 bytes of UTF-8.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _common_pb2.TokenIds:
         """Token ids; used as they are."""
@@ -87,10 +92,11 @@ class GenerateRequest(_message.Message):
         output: _common_pb2.OutputOptions | None = ...,
         structured_output: _common_pb2.StructuredOutput | None = ...,
         priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "input", b"input", "output", b"output", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "input", b"input", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cache_salt", b"cache_salt", "input", b"input", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "batch"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -448,6 +454,7 @@ class ChatRequest(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Default: the only generation model that is served."""
     request_id: _builtins.str
@@ -462,6 +469,10 @@ class ChatRequest(_message.Message):
     """End the prompt with the opening of the assistant's turn. Default true, or false with continue_final_message."""
     continue_final_message: _builtins.bool
     """Continue the last message instead of answering it; excludes add_generation_prompt. Default false."""
+    cache_salt: _builtins.str
+    """Cached beginnings of prompts are shared only with requests of the same salt: one per tenant lets nobody learn from
+    response times what others have asked. Default: empty, as of all who give none. At most 128 bytes of UTF-8.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The conversation so far, oldest first. At least one message, at most 4,096."""
@@ -503,10 +514,11 @@ class ChatRequest(_message.Message):
         chat_template_kwargs: _struct_pb2.Struct | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "output", b"output", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "cache_salt", b"cache_salt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
