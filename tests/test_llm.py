@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,33 @@ def test_end_of_sequence_ends_and_can_be_ignored(llm: LLM) -> None:
     assert len(later.tokens) == 4
     (ignored,) = llm.generate([[5, 6]], favoured, limits=GenerationLimits(max_tokens=8, ignore_eos=True))
     assert ignored.token_ids == (IM_END_ID,) * 8
+
+
+@pytest.mark.parametrize("hit_multiple", [1, 7])
+def test_a_prefix_cache_changes_what_is_computed_and_nothing_else(
+    tiny_model: Path, llm: LLM, stock: Any, hit_multiple: int
+) -> None:
+    """Cold, warm, next turns, more prompts than the pool holds, and after a reset; greedy and seeded."""
+    stem = _random_prompts(3)[2][:40]
+    prompts = [[*stem[: 10 * index], *prompt[:20]] for index, prompt in enumerate(_random_prompts(5))]
+    seeded = SamplingParameters(temperature=0.9, top_p=0.95, seed=5)
+    options = replace(OPTIONS, kv_cache_bytes=100_000, prefix_cache=True, prefix_hit_multiple=hit_multiple)
+    with LLM(str(tiny_model), options) as caching:
+        for sampling in (GREEDY, seeded):
+            for turn in range(3):
+                limits = GenerationLimits(max_tokens=12, ignore_eos=True)
+                results = caching.generate(prompts, sampling, limits=limits)
+                expected = llm.generate(prompts, sampling, limits=limits)
+                assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+                if sampling is GREEDY:
+                    assert results[0].token_ids == _stock_greedy(stock, prompts[0], 12)
+                if turn:
+                    prompts = [
+                        [*prompt, *result.token_ids][:75] for prompt, result in zip(prompts, results, strict=True)
+                    ]
+            assert caching.pool.prefix_lookups.found > 0
+            assert caching.pool.reset_prefix_cache() > 0
+        assert caching.pool.num_free == caching.pool.num_blocks
 
 
 def test_a_stop_string_ends_only_its_own_prompt(llm: LLM) -> None:
