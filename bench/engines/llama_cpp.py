@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
 
 from bench.engines.protocol import Handler, Prompts, serve
 
@@ -57,6 +58,15 @@ class LlamaContext:
                 self._put(index, token, start + index, 0, wanted=last and index == len(part) - 1)
             self._run(len(part))
         return int(llama_cpp.llama_sampler_sample(self._sampler, self._context, self._batch.n_tokens - 1))
+
+    def logits(self, window: list[int], vocabulary: int) -> np.ndarray:
+        """Logits `[tokens, vocabulary]` after each token of a window that fits one batch."""
+        self.forget()
+        for index, token in enumerate(window):
+            self._put(index, token, index, 0, wanted=True)
+        self._run(len(window))
+        found = llama_cpp.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(found, shape=(len(window), vocabulary)).copy()
 
     def forget(self) -> None:
         """Empty the cache."""
@@ -152,6 +162,18 @@ class LlamaEngine:
         )
         return {"seconds": trial(llama, steps), "choice": self._choice}
 
+    def logits(self, windows: list[list[int]], path: str) -> dict[str, Any]:
+        """Write float32 logits `[windows, tokens, vocabulary]` after each token of equally long windows to `path`."""
+        vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        context = LlamaContext(
+            self._model, sequences=1, length=len(windows[0]), threads=self._threads, flash=_FLASH["flash attention"]
+        )
+        try:
+            np.save(path, np.stack([context.logits(window, vocabulary) for window in windows]))
+        finally:
+            context.close()
+        return {}
+
     def _prepare(
         self,
         case: object,
@@ -189,7 +211,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def load() -> dict[str, Handler]:
     engine = LlamaEngine(Path(sys.argv[1]), int(sys.argv[2]))
-    return {"describe": engine.describe, "prefill": engine.prefill, "decode": engine.decode}
+    return {
+        "describe": engine.describe,
+        "prefill": engine.prefill,
+        "decode": engine.decode,
+        "logits": engine.logits,
+    }
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -50,6 +51,12 @@ class TransformersEngine:
         return {"seconds": time.perf_counter() - started_s}
 
     @torch.inference_mode()
+    def logits(self, windows: list[list[int]], path: str) -> dict[str, Any]:
+        """Write float32 logits `[windows, tokens, vocabulary]` after each token of equally long windows to `path`."""
+        np.save(path, self._model(input_ids=torch.tensor(windows), use_cache=False).logits.numpy())
+        return {}
+
+    @torch.inference_mode()
     def _next(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         """The most likely next tokens `[batch, 1]` after `tokens` `[batch, length]`."""
         logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -58,7 +65,7 @@ class TransformersEngine:
 
 def load() -> dict[str, Handler]:
     engine = TransformersEngine(sys.argv[1], int(sys.argv[2]))
-    return {"describe": engine.describe, "prefill": engine.prefill, "decode": engine.decode}
+    return {"describe": engine.describe, "prefill": engine.prefill, "decode": engine.decode, "logits": engine.logits}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ROW_NAMES = (
     "router",
     "start",
     "memory",
+    "quality",
     "concurrency",
     "growth",
 )
