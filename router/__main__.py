@@ -28,7 +28,7 @@ from twinstage.rpc.reflection import add_reflection
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
-from twinstage.telemetry.process import exit_with_parent_if_asked
+from twinstage.telemetry.process import exit_with_parent_if_asked, settle_after_start
 
 LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
 MIN_LIVE_GENERATIONS = 16  # also while no decode worker is ready: requests of one token need none
@@ -111,6 +111,7 @@ class Router:
         """Serve until a signal."""
         try:
             await self.start()
+            settle_after_start()
             host = self._settings.listen.rpartition(":")[0]
             logger.info("router ready", address=f"{host}:{self.port}", workers=self._settings.workers)
             await run_until_signalled(

@@ -26,7 +26,7 @@ from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
-from twinstage.telemetry.process import exit_with_parent_if_asked
+from twinstage.telemetry.process import exit_with_parent_if_asked, settle_after_start
 from twinstage.transfer.values import KvIdentity
 from twinstage.types import Role, WorkerDescription
 from twinstage.worker.v1 import worker_pb2_grpc
@@ -99,6 +99,7 @@ class WorkerProcess(Generic[Worker]):
         def work() -> None:
             try:
                 result = self._load()
+                settle_after_start()
             except BaseException as error:
                 loop.call_soon_threadsafe(loaded.set_exception, error)
             else:
