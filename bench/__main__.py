@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights", help="precisions of our engine, such as auto,fp32; the first is compared with peers"
     )
+    parser.add_argument("--vllm-dtype", default="", help="float32 or bfloat16; by default what suits the CPU")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results, plots and RESULTS.md go")
     return parser
 
@@ -77,7 +78,9 @@ def _session(options: argparse.Namespace) -> Session:
     home = bench_home()
     peers = None
     if not options.no_peers:
-        peers = Peers(home=home, directory=options.peers_at or home / "peers", progress=_progress)
+        peers = Peers(
+            home=home, directory=options.peers_at or home / "peers", progress=_progress, vllm_dtype=options.vllm_dtype
+        )
     output = options.output or (ROOT / "build" / "bench-quick" if options.quick else ROOT / "bench")
     return Session(
         output=output,
@@ -86,7 +89,7 @@ def _session(options: argparse.Namespace) -> Session:
         quick=options.quick,
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
         patience=options.patience,
-        weights=options.weights.split(",") if options.weights else None,
+        weights=options.weights.split(",") if options.weights else ["auto"] if options.quick else None,
         progress=_progress,
     )
 

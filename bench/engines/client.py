@@ -58,7 +58,7 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def call(self, command: str, *, timeout_s: float = 120.0, **arguments: Any) -> dict[str, Any]:
+    def call(self, command: str, *, timeout_s: float = 600.0, **arguments: Any) -> dict[str, Any]:
         """Have a command done and return its answer."""
         assert self._process.stdin is not None
         try:
@@ -74,7 +74,7 @@ class EngineProcess:
 
     def decode(self, *, batch: int, context: int, steps: int) -> float:
         """Seconds for `steps` steps of `batch` sequences that begin with `context` tokens."""
-        return float(self.call("decode", timeout_s=300.0, batch=batch, context=context, steps=steps)["seconds"])
+        return float(self.call("decode", batch=batch, context=context, steps=steps)["seconds"])
 
     def close(self) -> None:
         """End the process. Idempotent."""

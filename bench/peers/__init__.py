@@ -33,11 +33,15 @@ def bench_home() -> Path:
 
 @dataclass(kw_only=True)
 class Peers:
-    """Where the peers are. `directory` has a virtual environment for each, by name."""
+    """Where the peers are. `directory` has a virtual environment for each, by name.
+
+    `vllm_dtype`: float32 or bfloat16; by default what suits the CPU.
+    """
 
     home: Path
     directory: Path
     progress: Callable[[str], None]
+    vllm_dtype: str = ""
     missing: dict[str, str] = field(default_factory=dict)  # why one cannot be measured
     _vllm: PeerServer | None = None
 
@@ -79,7 +83,9 @@ class Peers:
     def vllm(self) -> PeerServer:
         """The server of vLLM, started once for all rows, as that takes minutes. Raises PeerMissing."""
         if self._vllm is None:
-            how = vllm_server(self, resolve_model("demo", progress=self.progress).directory, dtype=self._vllm_dtype())
+            how = vllm_server(
+                self, resolve_model("demo", progress=self.progress).directory, dtype=self.vllm_dtype or _vllm_dtype()
+            )
             self.progress(f"starting {how.name} (this takes minutes; log: {how.log_path})")
             try:
                 self._vllm = PeerServer(how)
@@ -94,12 +100,13 @@ class Peers:
             self._vllm.close()
             self._vllm = None
 
-    @staticmethod
-    def _vllm_dtype() -> str:
-        has_bfloat16 = {"avx512_bf16", "amx_bf16"} & set(describe_machine().features)
-        return "bfloat16" if has_bfloat16 else "float32"
-
     def log_path(self, name: str) -> Path:
         directory = self.home / "logs"
         directory.mkdir(parents=True, exist_ok=True)
         return directory / f"{name}.log"
+
+
+def _vllm_dtype() -> str:
+    """Bfloat16 where the CPU multiplies such numbers."""
+    has_bfloat16 = {"avx512_bf16", "amx_bf16"} & set(describe_machine().features)
+    return "bfloat16" if has_bfloat16 else "float32"

@@ -66,4 +66,4 @@ def curves_of(measurements: list[Measurement]) -> list[Curve]:
     return curves
 
 
-ROW = Row(name="concurrency", title="Throughput over concurrency", measure=measure, limit_s=300)
+ROW = Row(name="concurrency", title="Throughput over concurrency", measure=measure, limit_s=300, quick=False)

@@ -20,7 +20,7 @@ from twinstage.types import TokenPrompt
 
 _STREAMS = 4
 _CONTEXT = 128  # tokens of the streams' own prompts
-_PROMPT = 2_000
+_PROMPT, _QUICK_PROMPT = 2_000, 500
 _QUIET_S = 6.0
 _QUIET_STEPS = 100
 _MORE_TOKENS = 3_000  # the streams are cancelled, they do not end
@@ -78,21 +78,22 @@ def measure(context: Context) -> RowResult:
     busy: list[float] = []
     series: list[Series] = []
     prompts = Prompts()
+    length = _QUICK_PROMPT if context.quick else _PROMPT
     flags = context.engines.own_flags
     with serving(context, worker_flags=flags) as cluster, TwinstageClient(cluster.address) as client:
-        timed_request(client, prompts.next(_PROMPT), max_tokens=2)  # warm
+        timed_request(client, prompts.next(length), max_tokens=2)  # warm
         for round_number in range(context.rounds):
             context.progress(f"gaps, disaggregated, round {round_number + 1}")
             streams = Streams(client)
             streams.start([prompts.next(_CONTEXT) for _ in range(_STREAMS)])
             began_s = time.monotonic()
             time.sleep(_QUIET_S)
-            request = timed_request(client, prompts.next(_PROMPT), max_tokens=2)
+            request = timed_request(client, prompts.next(length), max_tokens=2)
             streams.stop()
             quiet.append(percentile(streams.gaps_between(began_s, request.sent_s), 0.99))
             busy.append(percentile(streams.gaps_between(request.sent_s, request.times[0]), 0.99))
         series.append(_timeline("disaggregated", streams, began_s))
-    aggregated_quiet, aggregated_busy, line = _aggregated(context)
+    aggregated_quiet, aggregated_busy, line = _aggregated(context, length)
     series.append(line)
     values = {"quiet": (quiet, aggregated_quiet), "prompt beside": (busy, aggregated_busy)}
     measurements = [
@@ -104,20 +105,20 @@ def measure(context: Context) -> RowResult:
     ]
     comparisons = [
         Comparison(
-            case=f"{_STREAMS} streams, a prompt of {_PROMPT:,} tokens",
+            case=f"{_STREAMS} streams, a prompt of {length:,} tokens",
             what="inter-token gap p99, prompt beside / quiet",
             values=ratios(busy, quiet),
             target=Target.at_most(1.5),
         ),
         Comparison(
-            case=f"{_STREAMS} streams, a prompt of {_PROMPT:,} tokens",
+            case=f"{_STREAMS} streams, a prompt of {length:,} tokens",
             what="the same in one process",
             values=ratios(aggregated_busy, aggregated_quiet),
         ),
     ]
     curve = Curve(
         name="gaps",
-        title=f"Gaps between tokens of one of {_STREAMS} streams; a prompt of {_PROMPT:,} tokens comes",
+        title=f"Gaps between tokens of one of {_STREAMS} streams; a prompt of {length:,} tokens comes",
         x_label="seconds",
         y_label="gap [ms]",
         series=series,
@@ -125,13 +126,13 @@ def measure(context: Context) -> RowResult:
     return RowResult(measurements=measurements, comparisons=comparisons, curves=[curve])
 
 
-def _aggregated(context: Context) -> tuple[list[float], list[float], Series]:
+def _aggregated(context: Context, length: int) -> tuple[list[float], list[float], Series]:
     """The p99 of each round in one process, quiet and busy, and the timeline of the last round."""
     engine = context.engine("twinstage", **context.engines.own[0])
     quiet, busy = [], []
     for round_number in range(context.rounds):
         context.progress(f"gaps, one process, round {round_number + 1}")
-        answer = engine.call("gaps", streams=_STREAMS, context=_CONTEXT, prompt=_PROMPT, quiet_steps=_QUIET_STEPS)
+        answer = engine.call("gaps", streams=_STREAMS, context=_CONTEXT, prompt=length, quiet_steps=_QUIET_STEPS)
         quiet.append(percentile(answer["quiet"], 0.99))
         busy.append(percentile(answer["busy"], 0.99))
     at_s, points = 0.0, []

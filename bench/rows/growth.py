@@ -58,4 +58,4 @@ def measure(context: Context) -> RowResult:
     )
 
 
-ROW = Row(name="growth", title="Growth of the step time", measure=measure, limit_s=300)
+ROW = Row(name="growth", title="Growth of the step time", measure=measure, limit_s=300, quick=False)
