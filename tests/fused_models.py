@@ -77,11 +77,13 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **(sizes | changes))
 
 
-def make_fused(directory: Path, config: Any, *, precision: str = "fp32", threads: int = 1) -> FusedModel:
+def make_fused(
+    directory: Path, config: Any, *, precision: str = "fp32", kv_dtype: str = "float32", threads: int = 1
+) -> FusedModel:
     """Write a random model of `config` and load it."""
     # Weights of the usual size, as an error of rounding is judged by its absolute size.
     make_tiny_model(directory, config, weight_scale=1.5)
-    return load_fused(resolve_model(str(directory)), precision=precision, threads=threads)
+    return load_fused(resolve_model(str(directory)), precision=precision, kv_dtype=kv_dtype, threads=threads)
 
 
 @cache

@@ -32,16 +32,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral-window": ("mistral", {"sliding_window": 19}),
-    "qwen2": ("qwen2", {"head_dim": 64, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 80, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> FusedOnBlocks:
-    """In int8, with two threads."""
+    """In int8 on KV in float16, with two threads."""
     directory = tmp_path_factory.mktemp("fused") / "llama"
-    return FusedOnBlocks(make_fused(directory, tiny_config("llama"), precision="int8", threads=2), num_blocks=400)
+    return FusedOnBlocks(
+        make_fused(directory, tiny_config("llama"), precision="int8", kv_dtype="float16", threads=2), num_blocks=400
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +76,9 @@ def test_bits_do_not_depend_on_chunks(llama: FusedOnBlocks) -> None:
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(llama: FusedOnBlocks, tmp_path: Path) -> None:
-    single = FusedOnBlocks(make_fused(tmp_path / "llama", tiny_config("llama"), precision="int8", threads=1))
+    single = FusedOnBlocks(
+        make_fused(tmp_path / "llama", tiny_config("llama"), precision="int8", kv_dtype="float16", threads=1)
+    )
     for count in (1, 80):
         np.testing.assert_array_equal(single.logits(tokens(count)), llama.logits(tokens(count)))
 

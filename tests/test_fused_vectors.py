@@ -10,7 +10,8 @@ import torch
 from numba import njit
 
 from twinstage.models.fused import vectors as v
-from twinstage.models.fused.intrinsics import LANES
+
+LANES = v.LANES
 
 
 def _each(operation: Any) -> Any:
@@ -26,7 +27,7 @@ def _each(operation: Any) -> Any:
 
 def _vectors(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
     array = np.asarray(values, dtype=np.float32)
-    return np.pad(array, (0, -array.size % LANES))
+    return np.pad(array, (0, -array.size % v.LANES))
 
 
 def test_powers_of_two() -> None:
@@ -63,7 +64,7 @@ def test_number_formats_are_those_of_torch() -> None:
         _each(operation)(x, y)
         expected = torch.from_numpy(x).to(kind).view(torch.int16).numpy().view(np.uint16)
         np.testing.assert_array_equal(y, expected)
-    y = np.empty(LANES, dtype=np.uint16)
+    y = np.empty(v.LANES, dtype=np.uint16)
     _each(to_bfloat)(_vectors([np.nan, np.uint32(0x7F800001).view(np.float32)]), y)
     assert torch.from_numpy(y[:2].view(np.int16)).view(torch.bfloat16).isnan().all()
 

@@ -56,6 +56,7 @@ class ClusterConfig:
     kv_cache_bytes: str | None = None
     kv_transports: str | None = None
     prefix_cache: bool = True
+    kv_dtype: str | None = None
     weights: str | None = None
     log_level: str = "info"
     log_directory: Path | None = None
@@ -246,6 +247,8 @@ class Cluster:
             flags.append("--no-prefix-cache")
         if self.config.weights is not None:
             flags += ["--weights", self.config.weights]
+        if self.config.kv_dtype is not None:
+            flags += ["--kv-dtype", self.config.kv_dtype]
         if self.config.kv_transports is not None:
             flags += ["--kv-transports", self.config.kv_transports]
         if role is Role.DECODE:

@@ -92,6 +92,10 @@ def serve(
     ] = None,
     kv_transports: KvTransports = None,
     prefix_cache: PrefixCache = True,
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"] | None,
+        typer.Option("--kv-dtype", help="Number format of keys and values; auto: float16 with 8-bit weights."),
+    ] = None,
     weights: Weights = None,
     log_level: LogLevel = "info",
     log_directory: Annotated[
@@ -119,6 +123,7 @@ def serve(
         kv_cache_bytes=kv_cache_bytes,
         kv_transports=kv_transports,
         prefix_cache=prefix_cache,
+        kv_dtype=kv_dtype,
         weights=weights,
         log_level=log_level,
         log_directory=log_directory,

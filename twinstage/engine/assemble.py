@@ -71,6 +71,7 @@ def build_engine(
         cache_directory=settings.cache_directory,
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         threads=settings.compute_threads,
         progress=report_progress,
     )

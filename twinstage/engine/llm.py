@@ -45,6 +45,7 @@ class LlmOptions:
     max_model_len: int | None = None
     weights: str = "stock"
     dtype: str = "float32"
+    kv_dtype: str = "auto"
     threads: int | None = None
     block_size: int = 16
     kv_cache_bytes: int = 512 * 1024 * 1024
@@ -97,6 +98,7 @@ class LLM:
             cache_directory=options.cache_directory,
             max_model_len=options.max_model_len,
             dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             threads=options.threads,
             progress=options.progress,
         )

@@ -63,7 +63,12 @@ class WorkerSettings(ProcessSettings):
         description="How the model runs: as stock Transformers modules, or packed in fp32 or int8 with kernels of its "
         "own, which are compiled at the first start; auto takes int8 where the model has a shape they know.",
     )
-    dtype: Literal["float32"] = Field(default="float32", description="Number format of weights and KV.")
+    dtype: Literal["float32"] = Field(default="float32", description="Number format of weights.")
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Number format of keys and values, the same for prefill and decode workers; auto takes float16 "
+        "with 8-bit weights and float32 otherwise.",
+    )
     kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
     kv_secret_file: Path | None = Field(
         default=None,

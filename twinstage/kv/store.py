@@ -47,10 +47,10 @@ class KvStore:
         """Store the keys and values of some tokens.
 
         `block_ids` and `offsets` are int64 `[num_tokens]`: the block of each token and its place in it; `key` and
-        `value` are `[num_tokens, num_kv_heads, head_dim]`.
+        `value` are `[num_tokens, num_kv_heads, head_dim]`, rounded to the layout's number format.
         """
-        self._keys[layer][block_ids, :, offsets] = key
-        self._values[layer][block_ids, :, offsets] = value
+        self._keys[layer][block_ids, :, offsets] = key.to(self.blocks.dtype)
+        self._values[layer][block_ids, :, offsets] = value.to(self.blocks.dtype)
 
     def read(self, layer: int, block_ids: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the first `num_tokens` keys and values in `block_ids` (int64 `[num_blocks]`, in order).

@@ -26,9 +26,12 @@ _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attentio
 class PagedModel:
     """A causal language model on paged KV. Made by `adapt_model`; used by one thread at a time."""
 
-    def __init__(self, model: Any, *, kv_shape: KvShape, vocab_size: int, max_model_len: int, fingerprint: str) -> None:
+    def __init__(
+        self, model: Any, *, kv_shape: KvShape, kv_dtype: str, vocab_size: int, max_model_len: int, fingerprint: str
+    ) -> None:
         self._model = model
         self._kv_shape = kv_shape
+        self._kv_dtype = kv_dtype
         self._fingerprint = fingerprint
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -40,7 +43,7 @@ class PagedModel:
             num_kv_heads=self._kv_shape.num_kv_heads,
             head_dim=self._kv_shape.head_dim,
             block_size=block_size,
-            dtype=str(self._model.dtype).removeprefix("torch."),
+            dtype=self._kv_dtype,
             model_fingerprint=self._fingerprint,
         )
 
@@ -69,8 +72,8 @@ class KvShape:
         self.num_kv_heads, self.head_dim = seen[0]
 
 
-def adapt_model(model: Any, *, max_model_len: int, fingerprint: str) -> PagedModel:
-    """Make a loaded stock model run on paged KV.
+def adapt_model(model: Any, *, kv_dtype: str, max_model_len: int, fingerprint: str) -> PagedModel:
+    """Make a loaded stock model run on paged KV, which keeps keys and values in `kv_dtype`.
 
     Raises ModelError that names the reason when the model cannot: attention of a kind that is not implemented, layers
     with uneven KV heads, state other than keys and values, or logits that differ from the stock model's.
@@ -94,6 +97,7 @@ def adapt_model(model: Any, *, max_model_len: int, fingerprint: str) -> PagedMod
     return PagedModel(
         model,
         kv_shape=kv_shape,
+        kv_dtype=kv_dtype,
         vocab_size=expected.shape[-1],
         max_model_len=max_model_len,
         fingerprint=fingerprint,

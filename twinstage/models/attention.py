@@ -122,17 +122,16 @@ class PagedAttention:
         attended = call.query.new_empty(num_tokens, num_heads, head_dim)
         for segment in self._several:
             segment.attend(call, self._store, attended)
-        for group in self._decode_groups(call.sliding_window):
+        for group in self._decode_groups(call.sliding_window, call.query.dtype):
             group.attend(call, self._store, attended)
         return attended
 
-    def _decode_groups(self, sliding_window: int | None) -> list[_DecodeGroup]:
+    def _decode_groups(self, sliding_window: int | None, dtype: torch.dtype) -> list[_DecodeGroup]:
         if sliding_window not in self._groups:
             by_size: dict[int, list[_DecodeRow]] = {}
             for row, chunk in self._single:
                 decode_row = _DecodeRow(row, chunk, sliding_window=sliding_window, block_size=self._batch.block_size)
                 by_size.setdefault(_padded(len(decode_row.block_ids)), []).append(decode_row)
-            dtype = self._store.blocks.dtype
             self._groups[sliding_window] = [
                 _DecodeGroup(rows, num_blocks=num_blocks, block_size=self._batch.block_size, dtype=dtype)
                 for num_blocks, rows in by_size.items()
@@ -154,7 +153,8 @@ class _Segment:
         chunk = self._chunk
         first, block_ids, mask = self._plan(call.sliding_window, call.query.dtype)
         if chunk.start == 0:  # nothing earlier: no need to read back what was just written
-            key, value = call.key[:, self._rows], call.value[:, self._rows]
+            # In the store's number format all the same: a result does not depend on where a prompt was cut.
+            key, value = (part[:, self._rows].to(store.blocks.dtype) for part in (call.key, call.value))
         else:
             key, value = store.read(call.layer, block_ids, num_tokens=chunk.end - first)
         num_kv_heads, head_dim = key.shape[0], key.shape[2]

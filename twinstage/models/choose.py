@@ -26,6 +26,7 @@ def load_chosen(
     *,
     weights: str,
     dtype: str = "float32",
+    kv_dtype: str = AUTO,
     max_model_len: int | None = None,
     threads: int | None = None,
     cache_directory: Path | None = None,
@@ -33,16 +34,20 @@ def load_chosen(
 ) -> PagedModel | FusedModel:
     """Load `resolved` with `weights`, one of WEIGHTS; "auto" is int8 where the fused path has the model's shape.
 
+    `kv_dtype` "auto" is float16 with weights of 8 bits, and else the number format of the weights.
     Raises ConfigError, and ModelError that names the reason when "fp32" or "int8" was asked for and cannot be.
     """
     if weights != STOCK and resolved.task is Task.GENERATE:
         from twinstage.models.fused.load import load_fused
         from twinstage.models.fused.spec import NotFusible
 
+        precision = "int8" if weights == AUTO else weights
+        fused_kv_dtype = "float32" if precision == "fp32" else "float16"
         try:
             return load_fused(
                 resolved,
-                precision="int8" if weights == AUTO else weights,
+                precision=precision,
+                kv_dtype=fused_kv_dtype if kv_dtype == AUTO else kv_dtype,
                 threads=threads,
                 max_model_len=max_model_len,
                 cache_directory=cache_directory,
@@ -52,4 +57,11 @@ def load_chosen(
             if weights != AUTO:
                 raise
             logger.info("stock modules", reason=str(error))
-    return load_model(resolved, max_model_len=max_model_len, dtype=dtype, threads=threads, progress=progress)
+    return load_model(
+        resolved,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        kv_dtype=None if kv_dtype == AUTO else kv_dtype,
+        threads=threads,
+        progress=progress,
+    )

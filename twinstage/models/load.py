@@ -22,20 +22,23 @@ def load_model(
     *,
     max_model_len: int | None = None,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PagedModel:
     """Load the weights of `resolved` and make the model run on paged KV.
 
-    `max_model_len` may only lower the model's limit. `threads` is the number of threads that compute, for the whole
-    process; None leaves it as it is. Raises ConfigError for wrong arguments and ModelError for a model that cannot be
-    loaded or adapted.
+    `kv_dtype` None is `dtype`. `max_model_len` may only lower the model's limit. `threads` is the number of threads
+    that compute, for the whole process; None leaves it as it is. Raises ConfigError for wrong arguments and
+    ModelError for a model that cannot be loaded or adapted.
     """
     report = progress or (lambda _message: None)
     if resolved.task is not Task.GENERATE:
         raise ModelError(f"{resolved.name} is an embedding model and cannot generate")
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    kv_dtype = kv_dtype or dtype
+    for name, value in (("dtype", dtype), ("KV dtype", kv_dtype)):
+        if value not in DTYPE_BYTES:
+            raise ConfigError(f"{name} {value!r} is not one of {', '.join(DTYPE_BYTES)}")
     limit = effective_max_model_len(read_json_object(resolved.directory / "config.json"), max_model_len)
     report("importing torch and Transformers")
     import torch
@@ -47,7 +50,7 @@ def load_model(
     report(f"loading the weights of {resolved.name}")
     model = _load_stock_model(resolved.directory, getattr(torch, dtype))
     report(f"trying {resolved.name} on paged KV")
-    return adapt_model(model, max_model_len=limit, fingerprint=resolved.fingerprint)
+    return adapt_model(model, kv_dtype=kv_dtype, max_model_len=limit, fingerprint=resolved.fingerprint)
 
 
 def _load_stock_model(directory: Path, dtype: Any) -> Any:

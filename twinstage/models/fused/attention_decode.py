@@ -13,10 +13,11 @@ from twinstage.models.fused import attention_work as w
 from twinstage.models.fused.attention_fold import fold_tile, write_row
 from twinstage.models.fused.attention_lines import build_lines
 from twinstage.models.fused.attention_work import TILE, AttentionShape, ScratchPlan
-from twinstage.models.fused.intrinsics import LANES, kernel, load_i64, store_i64
+from twinstage.models.fused.intrinsics import kernel, load_i64, store_i64
 from twinstage.models.fused.panels import make_gather_transposed, make_product, make_weighted_sum
 from twinstage.models.fused.target import target
 from twinstage.models.fused.vectors import (
+    LANES,
     counting,
     exp2,
     highest,

@@ -8,8 +8,8 @@ is, bit by bit.
 
 from __future__ import annotations
 
-from twinstage.models.fused.intrinsics import LANES, kernel
-from twinstage.models.fused.vectors import divide, exp2, fma, larger, load, multiply, store, subtract
+from twinstage.models.fused.intrinsics import kernel
+from twinstage.models.fused.vectors import LANES, divide, exp2, fma, larger, load, multiply, store, subtract
 
 _VECTOR = 4 * LANES
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from twinstage.models.fused import attention_work as w
 from twinstage.models.fused.attention_work import AttentionShape, ScratchPlan
-from twinstage.models.fused.intrinsics import LANES, kernel, load_i32, load_i64, store_i64
+from twinstage.models.fused.intrinsics import kernel, load_i32, load_i64, store_i64
+from twinstage.models.fused.vectors import LANES
 
 
 def build_lines(shape: AttentionShape) -> Any:

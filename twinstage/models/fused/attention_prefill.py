@@ -13,10 +13,11 @@ from twinstage.models.fused import attention_work as w
 from twinstage.models.fused.attention_decode import LOWEST
 from twinstage.models.fused.attention_lines import build_lines
 from twinstage.models.fused.attention_work import GROUP, TILE, AttentionShape, ScratchPlan
-from twinstage.models.fused.intrinsics import LANES, kernel, load_f32, load_i64, store_f32, store_i64
+from twinstage.models.fused.intrinsics import kernel, load_f32, load_i64, store_f32, store_i64
 from twinstage.models.fused.panels import make_gather_transposed, make_product, make_scatter_transposed
 from twinstage.models.fused.target import target
 from twinstage.models.fused.vectors import (
+    LANES,
     LOAD,
     add,
     divide,

@@ -9,6 +9,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 
+from twinstage.models.fused.attention_work import AttentionShape
 from twinstage.models.fused.formats import WeightFormat
 from twinstage.models.fused.native import NativeProgram
 from twinstage.models.fused.step import make_entry_point
@@ -18,15 +19,15 @@ from twinstage.models.fused.tiles import tile_code
 _TILE_SYMBOLS = ("twinstage_tile_f32", "twinstage_tile_i8", "twinstage_expand_panel")
 
 
-def compile_program(weight_format: WeightFormat) -> NativeProgram:
-    """Compile everything that a model with weights of this format computes with: takes some seconds."""
+def compile_program(weight_format: WeightFormat, shape: AttentionShape) -> NativeProgram:
+    """Compile everything that a model with weights of this format and heads of `shape` computes with: takes seconds."""
     config: Any = numba.config
     config.CPU_NAME, config.CPU_FEATURES = target().cpu, target().features
     # Numba links what it compiles into this process, and there the tiles are missing; nothing is called that way.
     placeholder = ctypes.cast(ctypes.CFUNCTYPE(None)(_never_called), ctypes.c_void_p).value
     for name in _TILE_SYMBOLS:
         llvm.add_symbol(name, placeholder)
-    function, signature = make_entry_point(weight_format), (types.int64, types.int64)
+    function, signature = make_entry_point(weight_format, shape), (types.int64, types.int64)
     function.compile(signature)
     objects = [emit_object(function.inspect_llvm(signature), optimize=False)]
     if weight_format is not WeightFormat.AFFINE8:  # whose tiles Numba compiles

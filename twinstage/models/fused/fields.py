@@ -37,6 +37,7 @@ class StepField(IntEnum):
     FINAL_NORM = auto()
     LM_HEAD = auto()
     LM_HEAD_SCALE = auto()
+    ATTENTION = auto()  # the table of the attention, with block tables and the place of keys and values
 
     HIDDEN = auto()  # float32 [rows, HIDDEN_STRIDE]: the residual stream
     NORMED = auto()  # float32 [rows, hidden_size]
@@ -54,11 +55,6 @@ class StepField(IntEnum):
 
     NUM_ROWS = auto()
     NUM_SAMPLED = auto()
-    BLOCK_TABLES = auto()  # int32 [sequences, TABLE_STRIDE]
-    TABLE_STRIDE = auto()
-    BLOCKS = auto()  # float32 [blocks, layers, 2, kv_heads, BLOCK_SIZE, head_dim]
-    BLOCK_STRIDE = auto()
-    BLOCK_SIZE = auto()
 
 
 class LayerField(IntEnum):

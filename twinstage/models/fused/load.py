@@ -13,6 +13,7 @@ import llvmlite.binding as llvm
 from twinstage.errors import ModelError
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
+from twinstage.models.fused.attention_work import AttentionShape
 from twinstage.models.fused.formats import WeightFormat, format_of
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.model import FusedModel
@@ -40,12 +41,13 @@ def load_fused(
     resolved: ResolvedModel,
     *,
     precision: str,
+    kv_dtype: str = "float32",
     threads: int | None = None,
     max_model_len: int | None = None,
     cache_directory: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> FusedModel:
-    """Load with weights of `precision`, "fp32" or "int8", on `threads` threads or all CPUs.
+    """Load with weights of `precision`, "fp32" or "int8", and KV in `kv_dtype`, on `threads` threads or all CPUs.
 
     Raises NotFusible, ModelError and ConfigError.
     """
@@ -61,34 +63,49 @@ def load_fused(
         name=f"{Path(resolved.name).name}-{weight_format}",
         key=_digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel)),
     ).load_or_make(lambda: pack_model(resolved.directory, weight_format, progress=report))
-    program = Artifact(directory=cache, kind="kernels", name=weight_format, key=kernel_key(weight_format)).load_or_make(
-        lambda: _compile(weight_format, report)
+    packed = PackedWeights.of(weights)
+    shape = AttentionShape(
+        num_heads=packed.spec.num_heads,
+        num_kv_heads=packed.spec.num_kv_heads,
+        head_dim=packed.spec.head_dim,
+        dtype=kv_dtype,
+    )
+    key = kernel_key(weight_format, shape)
+    program = Artifact(directory=cache, kind="kernels", name=weight_format, key=key).load_or_make(
+        lambda: _compile(weight_format, shape, report)
     )
     return FusedModel(
-        PackedWeights.of(weights),
+        packed,
         LoadedProgram(NativeProgram.from_bytes(bytes(program.view()))),
         weight_format=weight_format,
+        attention=shape,
         max_model_len=limit,
         fingerprint=resolved.fingerprint,
         threads=threads or len(os.sched_getaffinity(0)),
     )
 
 
-def kernel_key(weight_format: WeightFormat) -> str:
+def kernel_key(weight_format: WeightFormat, shape: AttentionShape) -> str:
     """Identifies compiled kernels by all that they depend on: their source, the compiler and the CPU."""
     versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
     chosen = target()
     return _digest(
-        _sources(("*.py",)), weight_format, *versions, str(llvm.llvm_version_info), chosen.cpu, chosen.features
+        _sources(("*.py",)),
+        weight_format,
+        repr(shape),
+        *versions,
+        str(llvm.llvm_version_info),
+        chosen.cpu,
+        chosen.features,
     )
 
 
-def _compile(weight_format: WeightFormat, report: Callable[[str], None]) -> AlignedMemory:
+def _compile(weight_format: WeightFormat, shape: AttentionShape, report: Callable[[str], None]) -> AlignedMemory:
     report("compiling kernels, once for this machine")
     # Numba takes a second to import, and what it compiles is needed only here.
     from twinstage.models.fused.compile import compile_program
 
-    return AlignedMemory.of(compile_program(weight_format).to_bytes())
+    return AlignedMemory.of(compile_program(weight_format, shape).to_bytes())
 
 
 def _sources(patterns: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
+from twinstage.models.fused.attention_work import AttentionShape, AttentionWork
 from twinstage.models.fused.buffers import RotaryTable, StepBuffers, Table
 from twinstage.models.fused.fields import LayerField, StepField
 from twinstage.models.fused.formats import WeightFormat, linear_scratch_bytes
@@ -48,6 +49,7 @@ class FusedModel:
         program: LoadedProgram,
         *,
         weight_format: WeightFormat,
+        attention: AttentionShape,
         max_model_len: int,
         fingerprint: str,
         threads: int,
@@ -67,8 +69,14 @@ class FusedModel:
             scale=self.spec.rope_scale,
             positions=max_model_len,
         )
-        self._scratch_positions = 0
-        self._block_tables = np.zeros((0, 0), np.int32)
+        self._kv_dtype = attention.dtype
+        self._attention = AttentionWork(attention, num_threads=threads)
+        self._table[StepField.ATTENTION] = self._attention.address
+        self._scratch = AlignedMemory(self._scratch_bytes() * threads)
+        self._table[StepField.SCRATCH], self._table[StepField.SCRATCH_BYTES] = (
+            self._scratch.address,
+            self._scratch_bytes(),
+        )
         self._table[StepField.NUM_THREADS] = threads
         self._team = _Team(program, self._tables, self._table, threads=threads)
 
@@ -83,7 +91,7 @@ class FusedModel:
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
             block_size=block_size,
-            dtype="float32",
+            dtype=self._kv_dtype,
             model_fingerprint=self._fingerprint + suffix,
         )
 
@@ -117,14 +125,12 @@ class FusedModel:
         sampled = sum(chunk.samples for chunk in chunks)
         end = max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=0)
         self._make_room(rows, sampled, end)
-        table, block_size = self._table, kv.layout.block_size
+        spans = [(len(chunk.token_ids), chunk.start + len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
+        self._attention.begin(spans, layout=kv.layout, kv_address=kv.address)
         token_ids = self._buffers.array(StepField.TOKEN_IDS, np.int32, (rows,))
         positions = self._buffers.array(StepField.POSITIONS, np.int64, (rows,))
         sequences = self._buffers.array(StepField.SEQUENCES, np.int64, (rows,))
         sampled_rows = self._buffers.array(StepField.SAMPLED_ROWS, np.int64, (sampled,))
-        stride = -(-end // block_size)
-        if self._block_tables.shape[0] < len(chunks) or self._block_tables.shape[1] < stride:
-            self._block_tables = np.zeros((max(len(chunks), 8), -(-stride // 64) * 64), np.int32)
         row = sample = 0
         for index, chunk in enumerate(chunks):
             length = len(chunk.token_ids)
@@ -132,19 +138,12 @@ class FusedModel:
             token_ids[chosen] = chunk.token_ids
             positions[chosen] = chunk.start if length == 1 else np.arange(chunk.start, chunk.start + length)
             sequences[chosen] = index
-            num_blocks = -(-(chunk.start + length) // block_size)
-            self._block_tables[index, :num_blocks] = chunk.block_ids[:num_blocks]
             row += length
             if chunk.samples:
                 sampled_rows[sample] = row - 1
                 sample += 1
-        table[StepField.NUM_ROWS] = rows
-        table[StepField.NUM_SAMPLED] = sampled
-        table[StepField.BLOCK_TABLES] = self._block_tables.ctypes.data
-        table[StepField.TABLE_STRIDE] = self._block_tables.shape[1]
-        table[StepField.BLOCKS] = kv.address
-        table[StepField.BLOCK_STRIDE] = kv.layout.block_bytes // 4
-        table[StepField.BLOCK_SIZE] = block_size
+        self._table[StepField.NUM_ROWS] = rows
+        self._table[StepField.NUM_SAMPLED] = sampled
 
     def _make_room(self, rows: int, sampled: int, positions: int) -> None:
         for field in _ROW_FIELDS:
@@ -152,18 +151,11 @@ class FusedModel:
         for field in (StepField.LOGITS, StepField.SAMPLED_ROWS):
             self._buffers.ensure(field, max(sampled, 1))
         self._rotary.ensure(positions)
-        if positions > self._scratch_positions:
-            self._scratch_positions = max(positions, min(self.max_model_len, 2 * positions))
-            size = self._scratch_bytes(self._scratch_positions)
-            self._scratch = AlignedMemory(size * int(self._table[StepField.NUM_THREADS]))
-            self._table[StepField.SCRATCH] = self._scratch.address
-            self._table[StepField.SCRATCH_BYTES] = size
 
-    def _scratch_bytes(self, positions: int) -> int:
-        """Of one thread: for the linears, or for the scores of one row for the attention."""
+    def _scratch_bytes(self) -> int:
+        """Of one thread, for the linears."""
         most_k = max(self.spec.hidden_size, self.spec.intermediate_size, self.spec.query_size)
-        size = max(linear_scratch_bytes(most_k), (positions + self.spec.head_dim) * 4)
-        return -(-size // 4096) * 4096
+        return -(-linear_scratch_bytes(most_k) // 4096) * 4096
 
 
 @dataclass(frozen=True, slots=True)

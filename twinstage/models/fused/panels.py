@@ -13,12 +13,12 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from twinstage.models.fused.intrinsics import F32, I64, LANES
+from twinstage.models.fused.intrinsics import F32, I64, intrinsic
 from twinstage.models.fused.vectors import (
     F32_VECTOR,
     I32_VECTOR,
+    LANES,
     emit_fma,
     emit_load,
     emit_load_bf16,

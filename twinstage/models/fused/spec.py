@@ -10,6 +10,7 @@ from twinstage.errors import ModelError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
+HEAD_MULTIPLE = 16  # the attention's vectors
 _SIZE_MULTIPLE = 4  # what the tiles unroll
 
 
@@ -76,7 +77,9 @@ def read_spec(config: Any) -> ModelSpec:
     """The spec of a Transformers config object that `check_config` let pass. Imports torch and Transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inverse_frequencies, rope_scale = _rope(config)
-    if len(inverse_frequencies) * 2 != head_dim or head_dim % _SIZE_MULTIPLE:
+    if head_dim % HEAD_MULTIPLE:
+        raise NotFusible(f"its heads have {head_dim} dimensions, not a multiple of {HEAD_MULTIPLE}")
+    if len(inverse_frequencies) * 2 != head_dim:
         raise NotFusible(f"heads of {head_dim} dimensions do not rotate as a whole")
     return ModelSpec(
         num_layers=config.num_hidden_layers,

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from twinstage.models.fused.attention_basic import attend
+from twinstage.models.fused import attention_work as w
+from twinstage.models.fused.attention import build_attention
+from twinstage.models.fused.attention_work import AttentionShape
 from twinstage.models.fused.elementwise import (
     add_bias,
     embed_rows,
@@ -29,12 +31,12 @@ from twinstage.models.fused.intrinsics import (
     load_i64,
     semaphore_post,
     semaphore_wait,
-    store_f32,
 )
 from twinstage.models.fused.linear import linear_f32, linear_int8
 from twinstage.models.fused.linear_vnni import linear_vnni
 from twinstage.models.fused.sync import SEMAPHORE_BYTES, SEMAPHORES, STOP, barrier
 from twinstage.models.fused.tiles import PANEL
+from twinstage.models.fused.vectors import LANES, STORE, load
 
 _LAYER_BYTES = len(LayerField) * 8
 _KERNELS = {  # linear, embedding
@@ -50,15 +52,16 @@ def _float_field(table, field):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _place_in_blocks(table, row):  # type: ignore[no-untyped-def]
-    """Elements from the start of the KV blocks to the first layer's key of a row, in KV head 0."""
+def _place_of_key(table, row, layer, line_bytes):  # type: ignore[no-untyped-def]
+    """Address of a row's key in KV head 0, where one head's key has `line_bytes`."""
+    work = load_i64(table, StepField.ATTENTION)
     position = load_i64(load_i64(table, StepField.POSITIONS), row)
     sequence = load_i64(load_i64(table, StepField.SEQUENCES), row)
-    block_size = load_i64(table, StepField.BLOCK_SIZE)
-    entry = sequence * load_i64(table, StepField.TABLE_STRIDE) + position // block_size
-    block = np.int64(load_i32(load_i64(table, StepField.BLOCK_TABLES), entry))
-    in_block = position % block_size * load_i64(table, StepField.HEAD_DIM)
-    return block * load_i64(table, StepField.BLOCK_STRIDE) + in_block
+    block_size = load_i64(work, w.BLOCK_SIZE)
+    entry = sequence * load_i64(work, w.TABLE_STRIDE) + position // block_size
+    block = np.int64(load_i32(load_i64(work, w.TABLES), entry))
+    in_block = layer * load_i64(work, w.LAYER_BYTES) + position % block_size * line_bytes
+    return load_i64(work, w.KV) + block * load_i64(work, w.BLOCK_BYTES) + in_block
 
 
 @kernel
@@ -69,72 +72,49 @@ def _finish_head(head, norm, head_dim, epsilon, cosines, sines):  # type: ignore
     rotate_head(head, head_dim, cosines, sines)
 
 
-@kernel
-def _copy(source, target, size):  # type: ignore[no-untyped-def]
-    for index in range(size):
-        store_f32(target, index, load_f32(source, index))
+def _make_position_and_store(shape: AttentionShape) -> Any:
+    store_kv, line_bytes, value_bytes = STORE[shape.dtype], shape.head_dim * shape.value_bytes, shape.value_bytes
+
+    @kernel
+    def write_head(source, target, head_dim):  # type: ignore[no-untyped-def]
+        for index in range(0, head_dim, LANES):
+            store_kv(target + index * value_bytes, load(source + index * 4))
+
+    @kernel
+    def position_and_store(table, layer, index, first, end):  # type: ignore[no-untyped-def]
+        """Finish queries and keys of some rows and write keys and values to their blocks."""
+        head_dim = load_i64(table, StepField.HEAD_DIM)
+        num_heads = load_i64(table, StepField.NUM_HEADS)
+        num_kv_heads = load_i64(table, StepField.NUM_KV_HEADS)
+        epsilon = _float_field(table, StepField.EPSILON)
+        row_bytes = load_i64(table, StepField.QKV_PANELS) * PANEL * 4
+        head_bytes = load_i64(load_i64(table, StepField.ATTENTION), w.HEAD_BYTES)
+        bias = load_i64(layer, LayerField.QKV_BIAS)
+        for row in range(first, end):
+            head = load_i64(table, StepField.QKV) + row * row_bytes
+            if bias != 0:
+                add_bias(head, bias, (num_heads + 2 * num_kv_heads) * head_dim)
+            angle = load_i64(load_i64(table, StepField.POSITIONS), row) * (head_dim // 2) * 4
+            cosines = load_i64(table, StepField.COSINES) + angle
+            sines = load_i64(table, StepField.SINES) + angle
+            for _ in range(num_heads):
+                _finish_head(head, load_i64(layer, LayerField.QUERY_NORM), head_dim, epsilon, cosines, sines)
+                head += head_dim * 4
+            place = _place_of_key(table, row, index, line_bytes)
+            for kv_head in range(num_kv_heads):
+                _finish_head(head, load_i64(layer, LayerField.KEY_NORM), head_dim, epsilon, cosines, sines)
+                write_head(head, place + kv_head * head_bytes, head_dim)
+                head += head_dim * 4
+            for kv_head in range(num_kv_heads):
+                write_head(head, place + (num_kv_heads + kv_head) * head_bytes, head_dim)
+                head += head_dim * 4
+
+    return position_and_store
 
 
-@kernel
-def _position_and_store(table, layer, layer_offset, first, end):  # type: ignore[no-untyped-def]
-    """Finish queries and keys of some rows and write keys and values to their blocks."""
-    head_dim = load_i64(table, StepField.HEAD_DIM)
-    num_heads = load_i64(table, StepField.NUM_HEADS)
-    num_kv_heads = load_i64(table, StepField.NUM_KV_HEADS)
-    epsilon = _float_field(table, StepField.EPSILON)
-    row_bytes = load_i64(table, StepField.QKV_PANELS) * PANEL * 4
-    head_elements = load_i64(table, StepField.BLOCK_SIZE) * head_dim
-    bias = load_i64(layer, LayerField.QKV_BIAS)
-    for row in range(first, end):
-        head = load_i64(table, StepField.QKV) + row * row_bytes
-        if bias != 0:
-            add_bias(head, bias, (num_heads + 2 * num_kv_heads) * head_dim)
-        angle = load_i64(load_i64(table, StepField.POSITIONS), row) * (head_dim // 2) * 4
-        cosines = load_i64(table, StepField.COSINES) + angle
-        sines = load_i64(table, StepField.SINES) + angle
-        for _ in range(num_heads):
-            _finish_head(head, load_i64(layer, LayerField.QUERY_NORM), head_dim, epsilon, cosines, sines)
-            head += head_dim * 4
-        block = load_i64(table, StepField.BLOCKS) + (_place_in_blocks(table, row) + layer_offset) * 4
-        for kv_head in range(num_kv_heads):
-            _finish_head(head, load_i64(layer, LayerField.KEY_NORM), head_dim, epsilon, cosines, sines)
-            _copy(head, block + kv_head * head_elements * 4, head_dim)
-            head += head_dim * 4
-        for kv_head in range(num_kv_heads):
-            _copy(head, block + (num_kv_heads + kv_head) * head_elements * 4, head_dim)
-            head += head_dim * 4
+def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
+    position_and_store = _make_position_and_store(shape)
 
-
-@kernel
-def _attend_all(table, layer, layer_offset, scratch, thread, num_threads):  # type: ignore[no-untyped-def]
-    num_heads = load_i64(table, StepField.NUM_HEADS)
-    head_dim = load_i64(table, StepField.HEAD_DIM)
-    attend(
-        load_i64(table, StepField.QKV),
-        load_i64(table, StepField.QKV_PANELS) * PANEL,
-        load_i64(table, StepField.ATTENDED),
-        num_heads * head_dim,
-        load_i64(table, StepField.BLOCKS),
-        load_i64(table, StepField.BLOCK_STRIDE),
-        layer_offset,
-        load_i64(table, StepField.BLOCK_SIZE),
-        load_i64(table, StepField.BLOCK_TABLES),
-        load_i64(table, StepField.TABLE_STRIDE),
-        load_i64(table, StepField.SEQUENCES),
-        load_i64(table, StepField.POSITIONS),
-        load_i64(table, StepField.NUM_ROWS),
-        num_heads,
-        load_i64(table, StepField.NUM_KV_HEADS),
-        head_dim,
-        _float_field(table, StepField.ATTENTION_SCALE),
-        load_i64(layer, LayerField.WINDOW),
-        scratch,
-        thread,
-        num_threads,
-    )
-
-
-def _make_layer(linear: Any) -> Any:
     @kernel
     def run_layer(table, index, first, end, scratch, thread):  # type: ignore[no-untyped-def]
         """One decoder layer; `first .. end - 1` are this thread's rows of the passes between the linears."""
@@ -150,7 +130,6 @@ def _make_layer(linear: Any) -> Any:
         epsilon = _float_field(table, StepField.EPSILON)
         head_dim = load_i64(table, StepField.HEAD_DIM)
         query_size = load_i64(table, StepField.NUM_HEADS) * head_dim
-        kv_size = load_i64(table, StepField.NUM_KV_HEADS) * head_dim
 
         norm = load_i64(layer, LayerField.INPUT_NORM)
         rms_norm_rows(hidden, hidden_stride, hidden_size, norm, epsilon, normed, first, end)
@@ -164,11 +143,14 @@ def _make_layer(linear: Any) -> Any:
         )  # fmt: skip
         barrier(sync, num_threads)
 
-        layer_offset = index * 2 * kv_size * load_i64(table, StepField.BLOCK_SIZE)
-        _position_and_store(table, layer, layer_offset, first, end)
+        position_and_store(table, layer, index, first, end)
         barrier(sync, num_threads)
 
-        _attend_all(table, layer, layer_offset, scratch, thread, num_threads)
+        attention(
+            load_i64(table, StepField.ATTENTION), index, load_i64(table, StepField.QKV), qkv_panels * PANEL * 4,
+            load_i64(table, StepField.ATTENDED), _float_field(table, StepField.ATTENTION_SCALE),
+            load_i64(layer, LayerField.WINDOW), thread,
+        )  # fmt: skip
         barrier(sync, num_threads)
 
         attended = load_i64(table, StepField.ATTENDED)
@@ -206,8 +188,9 @@ def _make_layer(linear: Any) -> Any:
     return run_layer
 
 
-def _make_step(linear: Any, embed: Any) -> Any:
-    run_layer = _make_layer(linear)
+def _make_step(linear: Any, embed: Any, shape: AttentionShape) -> Any:
+    kernels = build_attention(shape)
+    plan, run_layer = kernels.plan, _make_layer(linear, shape, kernels.attention)
 
     @kernel
     def step(table, thread):  # type: ignore[no-untyped-def]
@@ -225,6 +208,8 @@ def _make_step(linear: Any, embed: Any) -> Any:
             load_i64(table, StepField.TOKEN_IDS), load_i64(table, StepField.EMBEDDING),
             load_i64(table, StepField.EMBEDDING_SCALE), hidden_size, hidden, hidden_stride, first, end,
         )  # fmt: skip
+        if thread == 0:  # before the barriers of the first layer
+            plan(load_i64(table, StepField.ATTENTION))
         for index in range(load_i64(table, StepField.NUM_LAYERS)):
             run_layer(table, index, first, end, scratch, thread)
 
@@ -249,13 +234,13 @@ def _make_step(linear: Any, embed: Any) -> Any:
     return step
 
 
-def make_entry_point(weight_format: WeightFormat) -> Any:
+def make_entry_point(weight_format: WeightFormat, shape: AttentionShape) -> Any:
     """The one function that Python calls, `enter(table, thread)`.
 
     Thread 0 computes a step with the help of the members, which are the other threads: each enters once and stays,
     asleep between steps, until STOP.
     """
-    step = _make_step(*_KERNELS[weight_format])
+    step = _make_step(*_KERNELS[weight_format], shape)
 
     @kernel
     def enter(table, thread):  # type: ignore[no-untyped-def]

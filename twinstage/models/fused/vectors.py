@@ -11,9 +11,12 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
-from twinstage.models.fused.intrinsics import F32, I32, I64, LANES
+from twinstage.models.fused.intrinsics import F32, I32, I64, intrinsic
+from twinstage.models.fused.target import target
+
+LANES = target().lanes
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
 F32_VECTOR = ir.VectorType(F32, LANES)
