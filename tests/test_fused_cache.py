@@ -13,6 +13,7 @@ import pytest
 from fused_models import tiny_config
 from tiny_models import make_tiny_model
 from twinstage.models.fused.artifacts import Artifact
+from twinstage.models.fused.attention_work import AttentionShape
 from twinstage.models.fused.formats import WeightFormat
 from twinstage.models.fused.load import kernel_key, load_fused
 from twinstage.models.fused.memory import AlignedMemory
@@ -90,15 +91,16 @@ def test_one_makes_it_while_others_wait(tmp_path: Path) -> None:
     assert [path.suffix for path in sorted(_artifact(tmp_path).path.parent.iterdir())] == [".bin", ".lock"]
 
 
-def test_kernels_of_another_cpu_or_format_are_other_files() -> None:
-    keys = {kernel_key(weight_format) for weight_format in WeightFormat}
-    assert len(keys) == len(WeightFormat)
-    command = "from twinstage.models.fused.load import *; print(kernel_key(WeightFormat.FP32))"
+def test_kernels_of_another_cpu_shape_or_format_are_other_files() -> None:
+    shapes = [AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, dtype=dtype) for dtype in ("float32", "float16")]
+    keys = {kernel_key(weight_format, shape) for weight_format in WeightFormat for shape in shapes}
+    assert len(keys) == len(WeightFormat) * len(shapes)
+    command = f"from twinstage.models.fused.load import *; print(kernel_key(WeightFormat.FP32, {shapes[0]!r}))"
     environment = os.environ | {"NUMBA_CPU_NAME": "haswell"}
     other = subprocess.run(
         [sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    assert len(other.stdout.strip()) == len(kernel_key(WeightFormat.FP32))
+    assert len(other.stdout.strip()) == len(kernel_key(WeightFormat.FP32, shapes[0]))
     assert other.stdout.strip() not in keys
 
 
