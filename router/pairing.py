@@ -19,6 +19,7 @@ _NAMES = {
     "tokenizer_fingerprint": "the tokenizer's fingerprint",
     "kv_layout_fingerprint": "the KV layout's fingerprint",
     "protocol_version": "the protocol version",
+    "numerics": "what decides the bits of results",
 }
 
 
@@ -31,6 +32,7 @@ class Pairing:
     tokenizer_fingerprint: str
     kv_layout_fingerprint: str
     protocol_version: int
+    numerics: str = ""  # empty: not deterministic
 
 
 def pairing_of(description: WorkerDescription) -> Pairing:
@@ -41,6 +43,7 @@ def pairing_of(description: WorkerDescription) -> Pairing:
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         kv_layout_fingerprint=description.kv_layout_fingerprint,
         protocol_version=description.protocol_version,
+        numerics=description.numerics,
     )
 
 
@@ -54,8 +57,13 @@ def choose_pairing(current: Pairing | None, able: Sequence[Pairing]) -> Pairing 
 def disagreement(pairing: Pairing, chosen: Pairing) -> str:
     """In what a refused worker differs from those that serve."""
     differences = [
-        f"{_NAMES[field.name]} is {getattr(pairing, field.name)}, theirs is {getattr(chosen, field.name)}"
+        f"{_NAMES[field.name]} is {_value(pairing, field.name)}, theirs is {_value(chosen, field.name)}"
         for field in fields(Pairing)
         if getattr(pairing, field.name) != getattr(chosen, field.name)
     ]
     return "does not fit the model's other workers: " + "; ".join(differences)
+
+
+def _value(pairing: Pairing, name: str) -> str:
+    value = getattr(pairing, name)
+    return "not fixed (no --deterministic)" if name == "numerics" and not value else str(value)

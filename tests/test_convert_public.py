@@ -367,7 +367,7 @@ MODEL = ModelDescription(
 
 
 def test_models_and_workers() -> None:
-    model = convert.model_to_proto(MODEL, prefill_workers=1, decode_workers=2, ready=True)
+    model = convert.model_to_proto(MODEL, prefill_workers=1, decode_workers=2, ready=True, deterministic=True)
     assert model == model_pb2.Model(
         name="m",
         task=model_pb2.MODEL_TASK_GENERATE,
@@ -377,6 +377,7 @@ def test_models_and_workers() -> None:
         prefill_workers=1,
         decode_workers=2,
         ready=True,
+        deterministic=True,
     )
     description = WorkerDescription(
         worker_id=WorkerId("w"),

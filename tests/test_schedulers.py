@@ -24,9 +24,16 @@ def make_sequence(pool: BlockPool, arrival: int, *, tokens: int, computed: int =
     )
 
 
-def make_prefill(pool: BlockPool, *, chunk_size: int = 8, rows: int = 4, decodes_here: bool = True) -> PrefillScheduler:
+def make_prefill(
+    pool: BlockPool, *, chunk_size: int = 8, rows: int = 4, decodes_here: bool = True, fixed_passes: bool = False
+) -> PrefillScheduler:
     return PrefillScheduler(
-        pool, block_size=BLOCK_SIZE, chunk_size=chunk_size, max_num_sequences=rows, decodes_here=decodes_here
+        pool,
+        block_size=BLOCK_SIZE,
+        chunk_size=chunk_size,
+        max_num_sequences=rows,
+        decodes_here=decodes_here,
+        fixed_passes=fixed_passes,
     )
 
 
@@ -91,6 +98,23 @@ def test_chunks_are_whole_and_within_the_budget() -> None:
     assert lengths(scheduler.schedule(max_chunks=1)) == [("s0", 8, 3, True)]  # type: ignore[arg-type]
     assert scheduler.schedule(max_chunks=0) == []
     assert scheduler.num_uncomputed_tokens == 3 + 6 + 5 + 9
+
+
+def test_fixed_passes_end_at_the_chunk_size_and_at_the_prompt_and_replay_in_short_chunks() -> None:
+    pool = BlockPool(32)
+    scheduler = make_prefill(pool, chunk_size=16, fixed_passes=True)
+    resumed = make_sequence(pool, 0, tokens=21)
+    resumed.output_token_ids.extend(range(11))
+    cached = make_sequence(pool, 1, tokens=40, computed=12)  # the first tokens need no computing
+    for sequence, steps in (
+        (resumed, [("s0", 0, 16, False), ("s0", 16, 5, False), ("s0", 21, 8, False), ("s0", 29, 3, True)]),
+        (cached, [("s1", 12, 4, False), ("s1", 16, 16, False), ("s1", 32, 8, True)]),
+    ):
+        scheduler.prefilling = [sequence]
+        for expected in steps:
+            chunks = scheduler.schedule(max_chunks=4)
+            assert lengths(chunks) == [expected]  # type: ignore[arg-type]
+            sequence.mark_computed(chunks[0].end)
 
 
 def test_decode_takes_the_best_ranked_and_leaves_places_to_prompts() -> None:

@@ -161,6 +161,25 @@ async def test_first_group_stays_although_a_larger_one_joins() -> None:
             await workers.close()
 
 
+async def test_a_deterministic_worker_is_not_paired_with_an_ordinary_one() -> None:
+    async with FakeCluster(prefill=1, decode=1) as first, FakeCluster(prefill=0, decode=2, prefix="other-") as others:
+        one, two = others.decode
+        fixed = "Transformers modules, chunks of 512, threads 1, trial a1"
+        for worker in (*first.workers, two):
+            worker.description = replace(worker.description, numerics=fixed)
+        two.description = replace(two.description, numerics=fixed.replace("threads 1", "threads 2"))
+        async with table(*first.addresses) as workers:
+            for worker in first.workers:
+                await until_state(workers, worker.address, WorkerState.READY)
+            workers.start([parse_source(address) for address in others.addresses])
+            for worker in others.workers:
+                await until_state(workers, worker.address, WorkerState.REFUSED)
+            detail = entry(workers, one.address).shown_detail
+            assert f"bits of results is not fixed (no --deterministic), theirs is {fixed}" in detail
+            assert "threads 2, trial a1, theirs is" in entry(workers, two.address).shown_detail
+            assert len(workers.models["fake"].decode) == 1
+
+
 async def test_other_protocol_version_is_refused_by_name() -> None:
     async with FakeCluster(prefill=1, decode=0) as cluster:
         worker = cluster.prefill[0]

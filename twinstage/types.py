@@ -317,7 +317,10 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
-    """What a worker says of itself; constant while it lives. `epoch` is drawn at every start."""
+    """What a worker says of itself; constant while it lives. `epoch` is drawn at every start.
+
+    `numerics` names all that decides the bits of its results, in deterministic mode; empty otherwise.
+    """
 
     worker_id: WorkerId
     epoch: int
@@ -330,6 +333,7 @@ class WorkerDescription:
     kv_block_bytes: int
     max_num_sequences: int
     transports: tuple[str, ...]
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

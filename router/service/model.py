@@ -36,4 +36,5 @@ def _to_proto(model: ServedModel) -> model_pb2.Model:
         prefill_workers=len(model.prefill),
         decode_workers=len(model.decode),
         ready=model.ready,
+        deterministic=bool(model.pairing.numerics),
     )

@@ -58,6 +58,7 @@ class ClusterConfig:
     prefix_cache: bool = True
     kv_dtype: str | None = None
     weights: str | None = None
+    deterministic: bool = False
     log_level: str = "info"
     log_directory: Path | None = None
     stop_grace_s: float = STOP_GRACE_S
@@ -251,6 +252,8 @@ class Cluster:
             flags += ["--kv-dtype", self.config.kv_dtype]
         if self.config.kv_transports is not None:
             flags += ["--kv-transports", self.config.kv_transports]
+        if self.config.deterministic:
+            flags.append("--deterministic")
         if role is Role.DECODE:
             flags += ["--kv-listen", "127.0.0.1:0", *self.config.decode_flags]
         else:

@@ -57,6 +57,10 @@ Weights = Annotated[
     Literal["stock", "auto", "fp32", "int8"] | None,
     typer.Option("--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: int8 where possible."),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="The same request gives the same bits, whatever else is computed; slower."),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="Least severity that is shown.")
 ]
@@ -97,6 +101,7 @@ def serve(
         typer.Option("--kv-dtype", help="Number format of keys and values; auto: float16 with 8-bit weights."),
     ] = None,
     weights: Weights = None,
+    deterministic: Deterministic = False,
     log_level: LogLevel = "info",
     log_directory: Annotated[
         Path | None,
@@ -125,6 +130,7 @@ def serve(
         prefix_cache=prefix_cache,
         kv_dtype=kv_dtype,
         weights=weights,
+        deterministic=deterministic,
         log_level=log_level,
         log_directory=log_directory,
     )
@@ -136,6 +142,7 @@ def demo(
     kv_transports: KvTransports = None,
     prefix_cache: PrefixCache = True,
     weights: Weights = None,
+    deterministic: Deterministic = False,
     log_level: LogLevel = "info",
     start_timeout: StartTimeout = 600.0,
 ) -> None:
@@ -149,6 +156,7 @@ def demo(
         kv_transports=kv_transports,
         prefix_cache=prefix_cache,
         weights=weights,
+        deterministic=deterministic,
         log_level=log_level,
     )
     command.demo(config, start_timeout_s=start_timeout)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from twinstage.engine.core import EngineCore
 from twinstage.engine.found_model import FoundModel, report_progress
 from twinstage.engine.output import EngineConfig
-from twinstage.engine.runner import make_runner
+from twinstage.engine.runner import choose_runner
 from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
 from twinstage.kv.block_pool import BlockPool
@@ -79,15 +79,25 @@ def build_engine(
     num_blocks = _num_blocks(settings, layout)
     pool = BlockPool(num_blocks)
     memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=layout.block_bytes)
+    chosen = choose_runner(
+        model,
+        layout,
+        memory,
+        deterministic=settings.deterministic,
+        chunk_size=settings.max_tokens_per_step,
+    )
+    if chosen.numerics:
+        logger.info("deterministic", numerics=chosen.numerics)
     config = EngineConfig(
         max_num_sequences=settings.max_num_sequences,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_model_len=model.max_model_len,
         block_size=settings.block_size,
         hold_after_first_token=role is Role.PREFILL,
+        fixed_passes=chosen.fixed_passes,
     )
     hasher = PrefixHasher(layout.fingerprint, block_size=layout.block_size) if settings.prefix_cache else None
-    core = EngineCore(make_runner(model, layout, memory), pool, config, hasher=hasher)
+    core = EngineCore(chosen.runner, pool, config, hasher=hasher)
     description = _describe(
         settings,
         found,
@@ -96,6 +106,7 @@ def build_engine(
         max_model_len=model.max_model_len,
         layout=layout,
         num_blocks=num_blocks,
+        numerics=chosen.numerics,
     )
     if num_blocks < layout.blocks_for(model.max_model_len):
         logger.warning(
@@ -145,6 +156,7 @@ def _describe(
     layout: KvLayout | None = None,
     num_blocks: int = 0,
     embedding_dimensions: int = 0,
+    numerics: str = "",
 ) -> WorkerDescription:
     return WorkerDescription(
         worker_id=settings.identity(role),
@@ -165,4 +177,5 @@ def _describe(
         kv_block_bytes=layout.block_bytes if layout is not None else 0,
         max_num_sequences=settings.max_num_sequences,
         transports=settings.transports if layout is not None else (),
+        numerics=numerics,
     )

@@ -94,7 +94,12 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._sampler = Sampler()
-        self._prefix_cache = PrefixCache(hasher, block_size=config.block_size, hit_multiple=config.prefix_hit_multiple)
+        self._prefix_cache = PrefixCache(
+            hasher,
+            block_size=config.block_size,
+            hit_multiple=config.max_tokens_per_step if config.fixed_passes else config.prefix_hit_multiple,
+            whole_chunks=config.fixed_passes,
+        )
         self._prefill = PrefillScheduler(
             pool,
             block_size=config.block_size,
@@ -102,6 +107,7 @@ class EngineCore:
             max_num_sequences=config.max_num_sequences,
             decodes_here=not config.hold_after_first_token,
             prefix_cache=self._prefix_cache,
+            fixed_passes=config.fixed_passes,
         )
         self._decode = DecodeScheduler(pool, block_size=config.block_size, max_num_sequences=config.max_num_sequences)
         self._live: dict[RequestId, Sequence] = {}

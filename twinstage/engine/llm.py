@@ -16,7 +16,7 @@ from typing import Self
 
 from twinstage.engine.core import EngineCore
 from twinstage.engine.output import EngineConfig, StepOutput
-from twinstage.engine.runner import make_runner
+from twinstage.engine.runner import choose_runner
 from twinstage.errors import ConfigError, IntegrityError, InternalError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.memory import BlockMemory
@@ -38,6 +38,7 @@ class LlmOptions:
     `threads` None leaves the process's number as it is.
     `prefix_cache` lets later prompts begin with what earlier ones computed; `prefix_hit_multiple` as in EngineConfig.
     Off by default, as results are compared with those of this class: it computes everything anew.
+    `deterministic`: the same request gives the same tokens and logprobs, bit by bit, whatever else is computed with it.
     """
 
     revision: str | None = None
@@ -53,6 +54,7 @@ class LlmOptions:
     max_tokens_per_step: int = 512
     prefix_cache: bool = False
     prefix_hit_multiple: int = 1
+    deterministic: bool = False
     progress: Callable[[str], None] | None = None
 
 
@@ -109,15 +111,24 @@ class LLM:
             raise ConfigError(f"kv_cache_bytes must be at least {self._layout.block_bytes}, the size of one block")
         self.pool = BlockPool(num_blocks)
         self.memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=self._layout.block_bytes)
+        chosen = choose_runner(
+            model_on_kv,
+            self._layout,
+            self.memory,
+            deterministic=options.deterministic,
+            chunk_size=options.max_tokens_per_step,
+        )
+        self.numerics = chosen.numerics  # what decides the bits of a result, in deterministic mode
         config = EngineConfig(
             max_num_sequences=options.max_num_sequences,
             max_tokens_per_step=options.max_tokens_per_step,
             max_model_len=self.max_model_len,
             block_size=options.block_size,
             prefix_hit_multiple=options.prefix_hit_multiple,
+            fixed_passes=chosen.fixed_passes,
         )
         hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
-        self.core = EngineCore(make_runner(model_on_kv, self._layout, self.memory), self.pool, config, hasher=hasher)
+        self.core = EngineCore(chosen.runner, self.pool, config, hasher=hasher)
         self._request_numbers = itertools.count()
 
     def generate(

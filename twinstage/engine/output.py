@@ -19,6 +19,7 @@ class EngineConfig:
     block_size: int
     prefix_hit_multiple: int = 1  # tokens; what the prefix cache has of a prompt is used up to a multiple of it
     hold_after_first_token: bool = False  # and keep the blocks of sequences that end, until they are aborted
+    fixed_passes: bool = False  # plan for a runner that computes every token in one way only (`engine/fixed_passes.py`)
 
     def __post_init__(self) -> None:
         for name in ("max_num_sequences", "max_tokens_per_step", "max_model_len", "block_size", "prefix_hit_multiple"):

@@ -7,7 +7,9 @@ can never wait for each other. Admission is strictly by rank: nobody overtakes a
 waits forever.
 
 Chunks end at fixed places, multiples of the chunk size, whatever else is in the step: a chunk is taken whole or not at
-all. What a prompt is computed with then does not depend on its neighbours.
+all. What a prompt is computed with then does not depend on its neighbours. With `fixed_passes` a chunk ends at the end
+of the prompt, too, and the output tokens after it (of a preempted or resumed sequence) come in short ones, as they are
+computed one by one (`engine/fixed_passes.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from twinstage.kv.layout import blocks_for
 
 by_rank = attrgetter("rank")
 
+REPLAYED_PER_STEP = 8  # output tokens of a sequence; each takes about as long as a decode step
+
 
 class PrefillScheduler:
     """The sequences that wait for their prompt (for a preempted one: all its tokens) to be computed."""
@@ -37,8 +41,10 @@ class PrefillScheduler:
         max_num_sequences: int,
         decodes_here: bool,
         prefix_cache: PrefixCache | None = None,
+        fixed_passes: bool = False,
     ) -> None:
         self._pool = pool
+        self._fixed_passes = fixed_passes
         self._decodes_here = decodes_here
         self._block_size = block_size
         self._chunk_size = chunk_size  # tokens, also the most prompt tokens of a step
@@ -100,8 +106,7 @@ class PrefillScheduler:
             if len(chunks) == max_chunks:
                 break
             self._prefix_cache.look_again(sequence)
-            start = sequence.num_computed_tokens
-            length = min(sequence.num_uncomputed_tokens, self._chunk_size - start % self._chunk_size)
+            start, length = sequence.num_computed_tokens, self._next_length(sequence)
             if length > tokens_left:
                 continue  # a later, shorter one may fit; this one is considered first again in the next step
             tokens_left -= length
@@ -111,6 +116,17 @@ class PrefillScheduler:
                 )
             )
         return chunks
+
+    def _next_length(self, sequence: Sequence) -> int:
+        """Tokens of the next chunk."""
+        start, uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        until_border = self._chunk_size - start % self._chunk_size
+        if not self._fixed_passes:
+            return min(uncomputed, until_border)
+        num_prompt = len(sequence.spec.prompt_token_ids)
+        if start >= num_prompt:
+            return min(uncomputed, self._chunk_size, REPLAYED_PER_STEP)
+        return min(num_prompt - start, until_border)
 
     def _blocks_of(self, sequence: Sequence) -> int:
         return blocks_for(sequence.num_tokens, block_size=self._block_size)

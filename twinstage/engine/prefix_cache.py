@@ -17,10 +17,14 @@ class PrefixCache:
     """Between the sequences of one engine and the prefix index of its block pool.
 
     `hit_multiple` in tokens: what is found ends at a multiple of it, so that the rest is computed from places that do
-    not depend on the cache any finer than that.
+    not depend on the cache any finer than that. With `whole_chunks` only what a prompt fills up to a multiple of it is
+    published: the tokens after that are computed in other passes than those of a longer prompt.
     """
 
-    def __init__(self, hasher: PrefixHasher | None, *, block_size: int, hit_multiple: int = 1) -> None:
+    def __init__(
+        self, hasher: PrefixHasher | None, *, block_size: int, hit_multiple: int = 1, whole_chunks: bool = False
+    ) -> None:
+        self._whole_chunks = whole_chunks
         self._hasher = hasher
         self._block_size = block_size
         self._multiple = math.lcm(hit_multiple, block_size) // block_size  # blocks
@@ -44,6 +48,9 @@ class PrefixCache:
     def publish(self, sequence: Sequence) -> None:
         """Make the blocks known that were completed since the last time."""
         start, end = sequence.num_published_blocks, sequence.num_computed_tokens // self._block_size
+        if self._whole_chunks:
+            num_prompt_blocks = len(sequence.spec.prompt_token_ids) // self._block_size
+            end = min(end, num_prompt_blocks) // self._multiple * self._multiple
         if self._hasher is None or start >= end:
             return
         sequence.table.publish(start, self._names(sequence, self._hasher, end=end)[start:end])

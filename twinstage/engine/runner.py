@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -76,3 +77,29 @@ class FusedRunner:
             for chunk in plan.chunks
         ]
         return self._model.forward(chunks, self._kv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRunner:
+    """A runner, how it wants to be planned for, and what decides the bits of its results (empty: also the batch)."""
+
+    runner: Runner
+    fixed_passes: bool = False
+    numerics: str = ""
+
+
+def choose_runner(
+    model: PagedModel | FusedModel, layout: KvLayout, memory: BlockMemory, *, deterministic: bool, chunk_size: int
+) -> ChosenRunner:
+    """The runner of `model`; in deterministic mode one whose results do not depend on what else is in a batch."""
+    from twinstage.models.fused.model import FusedModel
+
+    if not deterministic:
+        return ChosenRunner(runner=make_runner(model, layout, memory))
+    if isinstance(model, FusedModel):  # its rows are independent of one another by construction
+        return ChosenRunner(runner=make_runner(model, layout, memory), numerics=model.numerics)
+    from twinstage.engine.fixed_passes import FixedPassRunner
+    from twinstage.kv.store import KvStore
+
+    runner = FixedPassRunner(model, KvStore(layout, memory), chunk_size=chunk_size)
+    return ChosenRunner(runner=runner, fixed_passes=True, numerics=runner.numerics)

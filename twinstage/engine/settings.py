@@ -69,6 +69,11 @@ class WorkerSettings(ProcessSettings):
         description="Number format of keys and values, the same for prefill and decode workers; auto takes float16 "
         "with 8-bit weights and float32 otherwise.",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Compute the same bits for the same request, whatever else is computed with it. All workers of a "
+        "model need it, with the same number of threads and tokens per step.",
+    )
     kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
     kv_secret_file: Path | None = Field(
         default=None,

@@ -16,6 +16,7 @@ from twinstage.errors import ModelError
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.store import KvStore
 from twinstage.models.attention import ATTENTION_NAME, AttentionCall, AttentionContext, PagedAttention, scaled_attention
+from twinstage.models.attention_alone import FilledUpAttention, OwnTokenAttention
 from twinstage.models.batch import PagedBatch
 
 _PROBE_LENGTHS = (7, 4)  # tokens of two sequences packed into the trial pass; the second is the start of the first
@@ -24,7 +25,13 @@ _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attentio
 
 
 class PagedModel:
-    """A causal language model on paged KV. Made by `adapt_model`; used by one thread at a time."""
+    """A causal language model on paged KV. Made by `adapt_model`; used by one thread at a time.
+
+    `rows_are_independent`: whether a token gets the same bits whatever else is in the pass and however its prompt is
+    cut into chunks. The BLAS behind stock modules does not give that.
+    """
+
+    rows_are_independent = False
 
     def __init__(
         self, model: Any, *, kv_shape: KvShape, kv_dtype: str, vocab_size: int, max_model_len: int, fingerprint: str
@@ -54,6 +61,25 @@ class PagedModel:
         """
         context = PagedAttention(batch, store)
         return run_packed(self._model, batch.token_ids, batch.position_ids, rows=batch.sampled_rows, context=context)
+
+    def forward_rows(self, batch: PagedBatch, store: KvStore, *, width: int) -> torch.Tensor:
+        """`forward` for tokens that come alone, in a pass filled up to `width` rows, each sequence attended alone.
+
+        Returns float32 logits `[width, vocab_size]`, those of the batch's tokens first, or none when no chunk samples.
+        """
+        padding = (0, width - len(batch.token_ids))
+        return run_packed(
+            self._model,
+            torch.nn.functional.pad(batch.token_ids, padding),
+            torch.nn.functional.pad(batch.position_ids, padding),
+            rows=torch.arange(width if len(batch.sampled_rows) else 0),
+            context=FilledUpAttention(PagedAttention(batch, store, attend_alone=True), num_rows=len(batch.token_ids)),
+        )
+
+    def forward_alone(self, token_ids: torch.Tensor, *, position_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` of tokens that see only themselves; nothing is stored. For trials."""
+        rows = torch.arange(len(token_ids))
+        return run_packed(self._model, token_ids, position_ids, rows=rows, context=OwnTokenAttention())
 
 
 class KvShape:

@@ -90,11 +90,13 @@ class PagedAttention:
     """The context of one forward pass over `batch`: writes new keys and values to `store`, then attends.
 
     Tokens that come alone (decoding) are computed together where their contexts take equally many blocks; longer chunks
-    one by one. What a token gets depends on its own sequence only, never on the others in the batch. Masks and tables
+    one by one. What a token gets depends on its own sequence only; to the last bit with `attend_alone`, which computes
+    every sequence by itself, as PyTorch divides the work of a group among threads by the group's size. Masks and tables
     are made once per pass, for the first layer that needs them.
     """
 
-    def __init__(self, batch: PagedBatch, store: KvStore) -> None:
+    def __init__(self, batch: PagedBatch, store: KvStore, *, attend_alone: bool = False) -> None:
+        self._attend_alone = attend_alone
         self._batch = batch
         self._store = store
         self._single: list[tuple[int, PagedChunk]] = []  # (row, chunk)
@@ -128,13 +130,14 @@ class PagedAttention:
 
     def _decode_groups(self, sliding_window: int | None, dtype: torch.dtype) -> list[_DecodeGroup]:
         if sliding_window not in self._groups:
-            by_size: dict[int, list[_DecodeRow]] = {}
+            together: dict[tuple[int, int], list[_DecodeRow]] = {}
             for row, chunk in self._single:
                 decode_row = _DecodeRow(row, chunk, sliding_window=sliding_window, block_size=self._batch.block_size)
-                by_size.setdefault(_padded(len(decode_row.block_ids)), []).append(decode_row)
+                num_blocks = _padded(len(decode_row.block_ids))
+                together.setdefault((num_blocks, row if self._attend_alone else 0), []).append(decode_row)
             self._groups[sliding_window] = [
                 _DecodeGroup(rows, num_blocks=num_blocks, block_size=self._batch.block_size, dtype=dtype)
-                for num_blocks, rows in by_size.items()
+                for (num_blocks, _), rows in together.items()
             ]
         return self._groups[sliding_window]
 

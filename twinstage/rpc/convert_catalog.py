@@ -10,7 +10,7 @@ _ROLE_TO_PROTO = {Role.PREFILL: admin_pb2.WORKER_ROLE_PREFILL, Role.DECODE: admi
 
 
 def model_to_proto(
-    model: ModelDescription, *, prefill_workers: int, decode_workers: int, ready: bool
+    model: ModelDescription, *, prefill_workers: int, decode_workers: int, ready: bool, deterministic: bool
 ) -> model_pb2.Model:
     return model_pb2.Model(
         name=model.name,
@@ -22,6 +22,7 @@ def model_to_proto(
         prefill_workers=prefill_workers,
         decode_workers=decode_workers,
         ready=ready,
+        deterministic=deterministic,
     )
 
 
@@ -38,6 +39,7 @@ def worker_to_proto(
         worker.model = description.model.name
         worker.total_kv_blocks = description.total_kv_blocks
         worker.transports.extend(description.transports)
+        worker.numerics = description.numerics
     if load is not None:
         worker.free_kv_blocks = load.free_kv_blocks
         worker.running = load.running

@@ -217,6 +217,7 @@ def worker_description_to_proto(description: WorkerDescription) -> worker_pb2.De
         kv_block_bytes=description.kv_block_bytes,
         max_num_sequences=description.max_num_sequences,
         transports=description.transports,
+        numerics=description.numerics,
     )
 
 
@@ -235,6 +236,7 @@ def worker_description_from_proto(message: worker_pb2.DescribeResponse) -> Worke
         kv_block_bytes=message.kv_block_bytes,
         max_num_sequences=message.max_num_sequences,
         transports=tuple(message.transports),
+        numerics=message.numerics,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/admin.proto\x12\x0ctwinstage.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\x85\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x19\n\x11max_live_requests\x18\x04 \x01(\r\"\x82\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twinstage.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.WorkerState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x17\n\x0ftotal_kv_blocks\x18\x06 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0e \x01(\r\x12\x1f\n\x17prefix_looked_up_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_found_blocks\x18\x10 \x01(\x04\"\x14\n\x12ListWorkersRequest\"<\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.twinstage.v1.Worker\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14\x41\x62ortRequestResponse\";\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"K\n\x18ResetPrefixCacheResponse\x12/\n\x07workers\x18\x01 \x03(\x0b\x32\x1e.twinstage.v1.PrefixCacheReset\"=\n\x10PrefixCacheReset\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x05\x32\x80\x03\n\x0c\x41\x64minService\x12]\n\rGetServerInfo\x12\".twinstage.v1.GetServerInfoRequest\x1a#.twinstage.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12W\n\x0bListWorkers\x12 .twinstage.v1.ListWorkersRequest\x1a!.twinstage.v1.ListWorkersResponse\"\x03\x90\x02\x01\x12U\n\x0c\x41\x62ortRequest\x12!.twinstage.v1.AbortRequestRequest\x1a\".twinstage.v1.AbortRequestResponse\x12\x61\n\x10ResetPrefixCache\x12%.twinstage.v1.ResetPrefixCacheRequest\x1a&.twinstage.v1.ResetPrefixCacheResponseBS\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/admin.proto\x12\x0ctwinstage.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\x85\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x19\n\x11max_live_requests\x18\x04 \x01(\r\"\x94\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twinstage.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.WorkerState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x17\n\x0ftotal_kv_blocks\x18\x06 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0e \x01(\r\x12\x1f\n\x17prefix_looked_up_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_found_blocks\x18\x10 \x01(\x04\x12\x10\n\x08numerics\x18\x11 \x01(\t\"\x14\n\x12ListWorkersRequest\"<\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.twinstage.v1.Worker\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14\x41\x62ortRequestResponse\";\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"K\n\x18ResetPrefixCacheResponse\x12/\n\x07workers\x18\x01 \x03(\x0b\x32\x1e.twinstage.v1.PrefixCacheReset\"=\n\x10PrefixCacheReset\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x05\x32\x80\x03\n\x0c\x41\x64minService\x12]\n\rGetServerInfo\x12\".twinstage.v1.GetServerInfoRequest\x1a#.twinstage.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12W\n\x0bListWorkers\x12 .twinstage.v1.ListWorkersRequest\x1a!.twinstage.v1.ListWorkersResponse\"\x03\x90\x02\x01\x12U\n\x0c\x41\x62ortRequest\x12!.twinstage.v1.AbortRequestRequest\x1a\".twinstage.v1.AbortRequestResponse\x12\x61\n\x10ResetPrefixCache\x12%.twinstage.v1.ResetPrefixCacheRequest\x1a&.twinstage.v1.ResetPrefixCacheResponseBS\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,30 +37,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINSERVICE'].methods_by_name['GetServerInfo']._serialized_options = b'\220\002\001'
   _globals['_ADMINSERVICE'].methods_by_name['ListWorkers']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['ListWorkers']._serialized_options = b'\220\002\001'
-  _globals['_WORKERROLE']._serialized_start=975
-  _globals['_WORKERROLE']._serialized_end=1065
-  _globals['_WORKERSTATE']._serialized_start=1068
-  _globals['_WORKERSTATE']._serialized_end=1240
+  _globals['_WORKERROLE']._serialized_start=993
+  _globals['_WORKERROLE']._serialized_end=1083
+  _globals['_WORKERSTATE']._serialized_start=1086
+  _globals['_WORKERSTATE']._serialized_end=1258
   _globals['_GETSERVERINFOREQUEST']._serialized_start=74
   _globals['_GETSERVERINFOREQUEST']._serialized_end=96
   _globals['_GETSERVERINFORESPONSE']._serialized_start=99
   _globals['_GETSERVERINFORESPONSE']._serialized_end=232
   _globals['_WORKER']._serialized_start=235
-  _globals['_WORKER']._serialized_end=621
-  _globals['_LISTWORKERSREQUEST']._serialized_start=623
-  _globals['_LISTWORKERSREQUEST']._serialized_end=643
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=645
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=705
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=707
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=748
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=750
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=772
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=774
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=833
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=835
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=910
-  _globals['_PREFIXCACHERESET']._serialized_start=912
-  _globals['_PREFIXCACHERESET']._serialized_end=973
-  _globals['_ADMINSERVICE']._serialized_start=1243
-  _globals['_ADMINSERVICE']._serialized_end=1627
+  _globals['_WORKER']._serialized_end=639
+  _globals['_LISTWORKERSREQUEST']._serialized_start=641
+  _globals['_LISTWORKERSREQUEST']._serialized_end=661
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=663
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=723
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=725
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=766
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=768
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=790
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=792
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=851
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=853
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=928
+  _globals['_PREFIXCACHERESET']._serialized_start=930
+  _globals['_PREFIXCACHERESET']._serialized_end=991
+  _globals['_ADMINSERVICE']._serialized_start=1261
+  _globals['_ADMINSERVICE']._serialized_end=1645
 # @@protoc_insertion_point(module_scope)

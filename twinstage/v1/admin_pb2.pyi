@@ -155,6 +155,7 @@ class Worker(_message.Message):
     CACHED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The worker's id; empty until it was reached."""
     address: _builtins.str
@@ -185,6 +186,8 @@ class Worker(_message.Message):
     """Blocks of prompts that were looked for in the prefix cache since it started."""
     prefix_found_blocks: _builtins.int
     """Those of them that were found and so neither computed nor sent again."""
+    numerics: _builtins.str
+    """All that decides the bits of its results, in deterministic mode. Empty: they may depend on what else it computes."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports it can use."""
@@ -208,10 +211,11 @@ class Worker(_message.Message):
         cached_kv_blocks: _builtins.int = ...,
         prefix_looked_up_blocks: _builtins.int = ...,
         prefix_found_blocks: _builtins.int = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_kv_blocks", b"cached_kv_blocks", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "model", b"model", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_kv_blocks", b"cached_kv_blocks", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "model", b"model", "numerics", b"numerics", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

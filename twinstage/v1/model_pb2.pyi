@@ -58,6 +58,7 @@ class Model(_message.Message):
     PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     DECODE_WORKERS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests choose it."""
     task: Global___ModelTask.ValueType
@@ -76,6 +77,10 @@ class Model(_message.Message):
     """Decode workers that are ready."""
     ready: _builtins.bool
     """Whether requests can be served now."""
+    deterministic: _builtins.bool
+    """Whether the same request gives the same tokens and log probabilities, bit by bit, whatever else is computed and on
+    whichever of the model's workers.
+    """
     def __init__(
         self,
         *,
@@ -88,10 +93,11 @@ class Model(_message.Message):
         prefill_workers: _builtins.int = ...,
         decode_workers: _builtins.int = ...,
         ready: _builtins.bool = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "deterministic", b"deterministic", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,6 +131,7 @@ class DescribeResponse(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; differing versions are not paired."""
     worker_id: _builtins.str
@@ -149,6 +150,8 @@ class DescribeResponse(_message.Message):
     """Bytes of a KV block, all layers."""
     max_num_sequences: _builtins.int
     """Sequences that are computed together at most."""
+    numerics: _builtins.str
+    """All that decides the bits of its results, in deterministic mode; only equal ones are paired. Empty without it."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model."""
@@ -171,10 +174,11 @@ class DescribeResponse(_message.Message):
         kv_block_bytes: _builtins.int = ...,
         max_num_sequences: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_block_bytes", b"kv_block_bytes", "kv_block_size", b"kv_block_size", "kv_layout_fingerprint", b"kv_layout_fingerprint", "max_num_sequences", b"max_num_sequences", "model", b"model", "protocol_version", b"protocol_version", "role", b"role", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_block_bytes", b"kv_block_bytes", "kv_block_size", b"kv_block_size", "kv_layout_fingerprint", b"kv_layout_fingerprint", "max_num_sequences", b"max_num_sequences", "model", b"model", "numerics", b"numerics", "protocol_version", b"protocol_version", "role", b"role", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
