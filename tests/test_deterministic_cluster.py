@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from harness import ProcessCluster
+from token_bits import TokenBits, bits_of_produced, bits_of_received
 from twinstage.engine.llm import LLM, GenerationLimits, LlmOptions
-from twinstage.types import ProducedToken, SamplingParameters
+from twinstage.types import SamplingParameters
 from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 pytestmark = pytest.mark.xdist_group("deterministic")
@@ -21,8 +21,6 @@ FLAGS = ("--deterministic", "--kv-cache-bytes", "4MiB", "--max-tokens-per-step",
 LENGTHS = (2, 16, 31, 32, 33, 65, 100, 7)
 SEED = 77
 TOKENS = 200
-
-Bits = list[tuple[int, np.float32, int, tuple[tuple[int, np.float32], ...]]]
 
 
 @pytest.fixture(scope="module")
@@ -35,32 +33,14 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: Path) -> list[Bits]:
+def expected(tiny_model: Path) -> list[list[TokenBits]]:
     """What one process computes for each prompt."""
     options = LlmOptions(deterministic=True, threads=1, kv_cache_bytes=4 * 1024 * 1024, max_tokens_per_step=CHUNK)
     limits = GenerationLimits(max_tokens=TOKENS, ignore_eos=True)
     sampling = SamplingParameters(temperature=0.9, seed=SEED)
     with LLM(str(tiny_model), options) as llm:
         results = llm.generate([prompt_of(length) for length in LENGTHS], sampling, limits=limits, logprobs=2)
-    return [[_bits_of(token) for token in result.tokens] for result in results]
-
-
-def _bits_of(token: ProducedToken) -> tuple[int, np.float32, int, tuple[tuple[int, np.float32], ...]]:
-    assert token.logprobs is not None
-    top = tuple((entry.token_id, np.float32(entry.logprob)) for entry in token.logprobs.top)
-    return token.token_id, np.float32(token.logprobs.logprob), token.logprobs.rank, top
-
-
-def _bits(logprobs: list[common_pb2.TokenLogprob]) -> Bits:
-    return [
-        (
-            entry.token_id,
-            np.float32(entry.logprob),
-            entry.rank,
-            tuple((other.token_id, np.float32(other.logprob)) for other in entry.top),
-        )
-        for entry in logprobs
-    ]
+    return [bits_of_produced(result.tokens) for result in results]
 
 
 def prompt_of(length: int) -> list[int]:
@@ -76,7 +56,9 @@ def request(length: int) -> generation_pb2.GenerateRequest:
     )
 
 
-def test_every_way_to_ask_gives_the_bits_of_one_process(cluster: ProcessCluster, expected: list[Bits]) -> None:
+def test_every_way_to_ask_gives_the_bits_of_one_process(
+    cluster: ProcessCluster, expected: list[list[TokenBits]]
+) -> None:
     with cluster.channel() as channel, ThreadPoolExecutor(2 * len(LENGTHS)) as threads:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         unary = [threads.submit(stub.Generate, request(length), timeout=60) for length in LENGTHS]
@@ -85,15 +67,17 @@ def test_every_way_to_ask_gives_the_bits_of_one_process(cluster: ProcessCluster,
             for length in LENGTHS
         ]
         for future, bits in zip(unary, expected, strict=True):
-            assert _bits(future.result().results[0].logprobs) == bits
+            assert bits_of_received(future.result().results[0].logprobs) == bits
         for stream, bits in zip(streamed, expected, strict=True):
-            assert _bits([entry for event in stream.result() for entry in event.delta.logprobs]) == bits
+            assert bits_of_received([entry for event in stream.result() for entry in event.delta.logprobs]) == bits
         for length, bits in zip(LENGTHS[:3], expected, strict=False):
-            assert _bits(stub.Generate(request(length), timeout=60).results[0].logprobs) == bits
+            assert bits_of_received(stub.Generate(request(length), timeout=60).results[0].logprobs) == bits
     cluster.wait_idle()
 
 
-def test_a_decode_worker_killed_in_mid_stream_changes_no_bit(cluster: ProcessCluster, expected: list[Bits]) -> None:
+def test_a_decode_worker_killed_in_mid_stream_changes_no_bit(
+    cluster: ProcessCluster, expected: list[list[TokenBits]]
+) -> None:
     with cluster.channel() as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         streams = [stub.GenerateStream(request(length), timeout=60) for length in LENGTHS]
@@ -108,7 +92,7 @@ def test_a_decode_worker_killed_in_mid_stream_changes_no_bit(cluster: ProcessClu
             for event in stream:
                 so_far += event.delta.logprobs
                 retries += event.summary.placement.retries
-            assert _bits(so_far) == bits
+            assert bits_of_received(so_far) == bits
         assert retries
     cluster.wait_idle()
 

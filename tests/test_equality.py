@@ -1,4 +1,6 @@
-"""Disaggregated == aggregated == stock Transformers, on the real model, over both transports.
+"""Disaggregated == aggregated == stock Transformers, on the real model, over both transports, in deterministic mode.
+
+Tokens and log probabilities are compared bit by bit, though neither side has the batches of the other.
 
 Each disaggregated answer also proves its hand-over: the decode worker computed no prompt token itself, and the bytes
 it received are blocks of the prompt, those that it lacked. The greedy answers come from caches that are cold but for
@@ -17,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness import ProcessCluster
+from token_bits import TokenBits, bits_of_produced, bits_of_received
 from twinstage.engine.llm import LLM, LlmOptions
 from twinstage.models.resolve import resolve_model
 from twinstage.types import SamplingParameters
@@ -25,7 +28,9 @@ from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("equality"), pytest.mark.timeout(400)]
 
 MAX_TOKENS = 64
+LOGPROBS = 2
 BLOCK_SIZE = 16
+CHUNK = 32  # tokens; in deterministic mode known beginnings end at a multiple of it
 # Keys and values of 30 layers with 3 heads of 64 dimensions, in fp32: what SmolLM2-135M keeps of a block's tokens.
 BLOCK_BYTES = 2 * 30 * 3 * 64 * 4 * BLOCK_SIZE
 SEEDED = SamplingParameters(temperature=0.9, top_p=0.95, seed=20_240_229)
@@ -42,19 +47,21 @@ PROMPTS = [form.format(subject) for form in FORMS for subject in SUBJECTS]
 @pytest.fixture(scope="module")
 def aggregated() -> LLM:
     # One thread, like the workers: more would only fight with what else the tests run on this machine.
-    return LLM("demo", LlmOptions(threads=1))
+    return LLM("demo", LlmOptions(threads=1, deterministic=True, max_tokens_per_step=CHUNK))
 
 
 @pytest.fixture(scope="module")
-def greedy_reference(aggregated: LLM) -> list[tuple[int, ...]]:
-    results = aggregated.generate(PROMPTS, SamplingParameters(temperature=0.0), max_tokens=MAX_TOKENS)
-    return [tuple(result.token_ids) for result in results]
+def greedy_reference(aggregated: LLM) -> list[list[TokenBits]]:
+    results = aggregated.generate(
+        PROMPTS, SamplingParameters(temperature=0.0), max_tokens=MAX_TOKENS, logprobs=LOGPROBS
+    )
+    return [bits_of_produced(result.tokens) for result in results]
 
 
 @pytest.fixture(scope="module")
-def seeded_reference(aggregated: LLM) -> list[tuple[int, ...]]:
-    results = aggregated.generate(PROMPTS, SEEDED, max_tokens=MAX_TOKENS)
-    return [tuple(result.token_ids) for result in results]
+def seeded_reference(aggregated: LLM) -> list[list[TokenBits]]:
+    results = aggregated.generate(PROMPTS, SEEDED, max_tokens=MAX_TOKENS, logprobs=LOGPROBS)
+    return [bits_of_produced(result.tokens) for result in results]
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -65,7 +72,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def cluster(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     with ProcessCluster(tmp_path_factory.mktemp(f"equality-{transport}")) as cluster:
-        cluster.start_workers("demo", flags=("--kv-transports", transport, "--kv-cache-bytes", "512MiB"))
+        flags = ("--kv-transports", transport, "--kv-cache-bytes", "512MiB")
+        cluster.start_workers("demo", flags=(*flags, "--deterministic", "--max-tokens-per-step", str(CHUNK)))
         cluster.start_router()
         yield cluster
 
@@ -81,7 +89,7 @@ def _generate_all(
                 prompt=prompt,
                 sampling=sampling,
                 stopping=common_pb2.StoppingOptions(max_tokens=MAX_TOKENS),
-                output=common_pb2.OutputOptions(return_token_ids=True),
+                output=common_pb2.OutputOptions(logprobs=LOGPROBS),
             )
             return stub.Generate(request, timeout=240)
 
@@ -110,9 +118,10 @@ def _check_hand_over(
             assert placement.decode_computed_prompt_tokens == 0
             blocks, rest = divmod(placement.kv_bytes, BLOCK_BYTES)
             assert rest == 0
-            if is_warm:  # all but the block that is not full
-                assert blocks == math.ceil(usage.prompt_tokens / BLOCK_SIZE) - usage.prompt_tokens // BLOCK_SIZE
-                assert usage.cached_prompt_tokens == (usage.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+            if is_warm:  # all but the chunk that is not full
+                known = usage.prompt_tokens // CHUNK * CHUNK // BLOCK_SIZE
+                assert blocks == math.ceil(usage.prompt_tokens / BLOCK_SIZE) - known
+                assert usage.cached_prompt_tokens == (usage.prompt_tokens - 1) // CHUNK * CHUNK
             else:
                 assert blocks <= math.ceil(usage.prompt_tokens / BLOCK_SIZE)
 
@@ -127,26 +136,27 @@ def _differ_in_their_first_block(responses: list[generation_pb2.GenerateResponse
 
 
 def test_greedy_is_what_stock_transformers_would_choose(
-    greedy_reference: list[tuple[int, ...]], aggregated: LLM
+    greedy_reference: list[list[TokenBits]], aggregated: LLM
 ) -> None:
     """Given the same prefix, the stock model's most likely token is the one that was produced, at every position."""
     stock = AutoModelForCausalLM.from_pretrained(resolve_model("demo").directory, dtype=torch.float32)
-    for prompt, output in zip(PROMPTS, greedy_reference, strict=True):
+    for prompt, bits in zip(PROMPTS, greedy_reference, strict=True):
+        output = [token_id for token_id, *_ in bits]
         prompt_ids = aggregated.tokenizer.encode(prompt)
         with torch.inference_mode():
             logits = stock(torch.tensor([[*prompt_ids, *output]])).logits[0]
         expected = logits[len(prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
-        assert list(output) == expected, prompt
+        assert output == expected, prompt
 
 
 def test_greedy_disaggregated_equals_aggregated(
     cluster: ProcessCluster,
     transport: str,
-    greedy_reference: list[tuple[int, ...]],
+    greedy_reference: list[list[TokenBits]],
     cold_greedy: list[generation_pb2.GenerateResponse],
 ) -> None:
     decode = next(role for role in cluster.processes if role.name.startswith("decode"))
-    assert [tuple(response.results[0].token_ids) for response in cold_greedy] == greedy_reference
+    assert [bits_of_received(response.results[0].logprobs) for response in cold_greedy] == greedy_reference
     _check_hand_over(transport, cold_greedy)
     assert _differ_in_their_first_block(cold_greedy)
     cluster.wait_idle()
@@ -157,19 +167,19 @@ def test_greedy_disaggregated_equals_aggregated(
 def test_seeded_disaggregated_equals_aggregated(
     cluster: ProcessCluster,
     transport: str,
-    seeded_reference: list[tuple[int, ...]],
+    seeded_reference: list[list[TokenBits]],
     cold_greedy: list[generation_pb2.GenerateResponse],
 ) -> None:
     sampling = common_pb2.SamplingOptions(temperature=SEEDED.temperature, top_p=SEEDED.top_p, seed=SEEDED.seed)
     responses = _generate_all(cluster, sampling)
-    assert [tuple(response.results[0].token_ids) for response in responses] == seeded_reference
+    assert [bits_of_received(response.results[0].logprobs) for response in responses] == seeded_reference
     _check_hand_over(transport, responses, before=cold_greedy)
     assert sum(answer.usage.completion_tokens > 1 for answer in cold_greedy) > len(PROMPTS) // 2
     cluster.wait_idle()
 
 
 def test_a_cancelled_call_does_not_disturb_the_others(
-    cluster: ProcessCluster, greedy_reference: list[tuple[int, ...]]
+    cluster: ProcessCluster, greedy_reference: list[list[TokenBits]]
 ) -> None:
     with cluster.channel() as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -177,13 +187,13 @@ def test_a_cancelled_call_does_not_disturb_the_others(
             prompt=PROMPTS[-1],
             sampling=common_pb2.SamplingOptions(temperature=0.0),
             stopping=common_pb2.StoppingOptions(max_tokens=MAX_TOKENS),
-            output=common_pb2.OutputOptions(return_token_ids=True),
+            output=common_pb2.OutputOptions(logprobs=LOGPROBS),
         )
         victim = stub.GenerateStream(request)
         survivor = stub.Generate.future(request, timeout=120)
         next(iter(victim))
         victim.cancel()
-        assert tuple(survivor.result().results[0].token_ids) == greedy_reference[-1]
+        assert bits_of_received(survivor.result().results[0].logprobs) == greedy_reference[-1]
         with pytest.raises(grpc.RpcError):
             list(victim)
     cluster.wait_idle()
