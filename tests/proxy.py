@@ -42,6 +42,12 @@ class SlowProxy:
         for thread in self._threads:
             thread.join(5)
 
+    def cut(self) -> None:
+        """Break every connection off."""
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def forward_to(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
         self._target = (host, int(port))

@@ -81,7 +81,8 @@ def test_options_that_are_left_out_are_left_to_the_router(api: FakeApi, monkeypa
     assert run(monkeypatch, "chat", "Hi", "--address", api.address) == 0
     (request,) = api.requests
     assert not request.sampling.HasField("temperature")
-    assert not request.stopping.HasField("max_tokens")
+    assert not request.stopping.HasField("min_tokens")
+    assert request.stopping.max_tokens == 256  # the command's own
 
 
 def test_answer_as_json(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +98,9 @@ def test_answer_as_json(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_embed(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "embed", "a", "b", "--address", api.address) == 0
-    assert (
-        capsys.readouterr().out
-        == '2 dimensions  [1.000000, -2.000000]  "a"\n2 dimensions  [1.000000, -2.000000]  "b"\n'
-    )
+    output = capsys.readouterr()
+    assert output.out == '2 dimensions  [1.000000, -2.000000]  "a"\n2 dimensions  [1.000000, -2.000000]  "b"\n'
+    assert "queue 1.0 ms · decode 500.0 ms · total 1250.0 ms" in output.err  # and no phase that there was not
     assert run(monkeypatch, "embed", "a", "--address", api.address, "--json") == 0
     assert json.loads(capsys.readouterr().out)["vectors"] == [[1.0, -2.0]]
 
@@ -265,8 +265,11 @@ def stop(*_):
 
 signal.signal(signal.SIGTERM, stop)
 trace.write(f"start router {os.getpid()} {' '.join(sys.argv[1:])}\\n")
-print(json.dumps({"event": "worker ready", "address": "127.0.0.1:1"}), flush=True)  # routers log this of workers
 print(json.dumps({"event": "router ready", "address": f"127.0.0.1:{port}"}), flush=True)
+for line in open(os.environ["TRACE"]):
+    kind, name, *_ = line.split()
+    if kind == "start" and name not in ("router", os.environ.get("UNREACHABLE")):
+        print(json.dumps({"event": "worker ready", "worker": name, "address": "127.0.0.1:1"}), flush=True)
 while True:
     signal.pause()
 """
@@ -478,6 +481,8 @@ def test_serve_until_a_signal(roles: Path, tmp_path: Path, number: int) -> None:
         process.send_signal(number)
         assert process.wait(20) == 0
         wait_until_gone(pids)
+        said = re.findall(r"^(?:stopping|stopped .+)", output.read_text(), re.MULTILINE)
+        assert said == ["stopping", "stopped router", "stopped prefill-0", "stopped decode-0"]
     assert len(traced(roles, "stop")) == 3
 
 
@@ -502,6 +507,23 @@ def test_a_signal_is_acted_on_while_the_main_thread_executes_nothing(monkeypatch
         libc.pthread_mutex_lock(mutex)  # waits, and no signal interrupts it
         timer.join()
     assert in_time == [True]
+
+
+def test_a_cluster_is_not_ready_before_the_router_knows_the_last_worker(
+    roles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its health says that it serves, as one worker of each kind is enough for that."""
+    monkeypatch.setenv("UNREACHABLE", "decode-1")
+    timers: list[threading.Timer] = []
+
+    def give_up_a_second_after(name: str, line: str, event: dict[str, object] | None) -> None:
+        if name == "router" and "decode-0" in line:
+            timers.append(threading.Timer(1.0, cluster.interrupt))
+            timers[0].start()
+
+    cluster = Cluster(ClusterConfig(decode=2, port=0), on_line=give_up_a_second_after)
+    with cluster, pytest.raises(Cancelled):
+        cluster.wait_ready(START_TIMEOUT_S)
 
 
 def test_a_second_signal_kills_at_once(roles: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from fake_public_api import FakeApi, serving
+from proxy import SlowProxy
 from twinstage.client import (
     AsyncTwinstageClient,
     Delta,
@@ -165,6 +166,36 @@ def test_a_streamed_answer(client: TwinstageClient) -> None:
         assert stream.prompt_info == PromptInfo(request_id="r", model="m", prompt_tokens=7)
         assert stream.summary is not None
         assert stream.summary.usage.completion_tokens == 3
+
+
+def test_a_stream_that_breaks_off_is_not_called_an_absent_router(api: FakeApi) -> None:
+    api.hangs = True
+    with SlowProxy() as proxy:
+        proxy.forward_to(api.address)
+        with TwinstageClient(proxy.address) as client, client.chat_stream("Hi") as stream:
+            assert next(stream).text == "Par"
+            proxy.cut()
+            with pytest.raises(Unavailable, match=r"broke off .*; the answer is not complete"):
+                list(stream)
+
+
+@pytest.mark.parametrize(
+    ("address", "completed"),
+    [
+        ("localhost", "localhost:50051"),
+        ("10.0.0.1", "10.0.0.1:50051"),
+        ("::1", "[::1]:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("host:443", "host:443"),
+        ("dns:///host", "dns:///host"),
+        ("unix:/run/router.sock", "unix:/run/router.sock"),
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", "ipv4:10.0.0.1:1,10.0.0.2:1"),
+    ],
+)
+def test_an_address_without_a_port_gets_the_router_s(address: str, completed: str) -> None:
+    with TwinstageClient(address) as client:
+        assert client.address == completed
 
 
 def test_leaving_the_scope_cancels(api: FakeApi, client: TwinstageClient) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Self
 from twinstage.addresses import join_address
 from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
+from twinstage.cli.cluster_events import Ended, Event, Interrupted, Known, Ready, Serving
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
 from twinstage.cpus import by_core, format_cpus, share_out
@@ -68,33 +69,6 @@ class ClusterConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A process listens."""
-
-    child: Child
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """A process ended."""
-
-    child: Child
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """The router's health says that requests are served."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Interrupted:
-    """Somebody wants the cluster to stop."""
-
-
-_Event = _Ready | _Ended | _Serving | _Interrupted
-
-
 class Cluster:
     """The processes of one cluster. `on_line` is called with (process name, line, log event or None) on threads.
 
@@ -107,7 +81,9 @@ class Cluster:
         self.processes: dict[str, Child] = {}
         self.models: tuple[ModelChoice, ...] = tuple(choose_model(argument) for argument in config.models)
         self._on_line = on_line
-        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._unknown: set[str] = set()  # workers that the router has not reached yet
+        self._serving = False
         self._check()
 
     @property
@@ -128,21 +104,23 @@ class Cluster:
                     self._start_worker(model, role, index=index, compute_flags=next(shares))
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait for the workers, start the router and wait until it serves.
+        """Wait for the workers, start the router and wait until it serves with all of them.
 
         Raises ConfigError or InternalError when a process ended, DeadlineExceeded, and Cancelled after `interrupt`.
         """
         deadline_s = time.monotonic() + timeout_s
         workers = list(self.processes.values())
+        self._unknown = {worker.name for worker in workers}
         while not all(worker.address for worker in workers):
             self._next_event(deadline_s, waiting_for="the workers")
         self._start_router([worker.address for worker in workers])
         while not self.address:
             self._next_event(deadline_s, waiting_for="the router")
         services = sorted({_SERVICES[model.task] for model in self.models})
-        with watch_until_serving(self.address, services, on_serving=lambda: self._events.put(_Serving())):
-            while not isinstance(self._next_event(deadline_s, waiting_for="the router's health"), _Serving):
-                pass
+        with watch_until_serving(self.address, services, on_serving=lambda: self._events.put(Serving())):
+            while not self._serving or self._unknown:
+                waiting_for = f"the router's connection to {', '.join(sorted(self._unknown)) or 'its workers'}"
+                self._next_event(deadline_s, waiting_for=waiting_for)
 
     def wait(self) -> None:
         """Wait until somebody interrupts.
@@ -152,31 +130,31 @@ class Cluster:
         """
         while True:
             match self._events.get():
-                case _Interrupted():
+                case Interrupted():
                     return
-                case _Ended(child):
+                case Ended(child):
                     if not self._has_substitute(child):
                         raise _error_of(child)
                     self._report_line(child, f"{child.end_in_words()}; the others go on", None)
 
     def interrupt(self) -> None:
         """End the wait that is in progress, or the next one."""
-        self._events.put(_Interrupted())
+        self._events.put(Interrupted())
 
     def kill(self) -> None:
         """End every process at once."""
         for child in list(self.processes.values()):
             child.send(signal.SIGKILL)
 
-    def stop(self) -> dict[str, int | None]:
+    def stop(self, on_ended: Callable[[str], None] = lambda _name: None) -> dict[str, int | None]:
         """End the router, then the workers: SIGTERM, and SIGKILL for those that do not end within the grace period.
 
-        Idempotent. Returns the exit codes by name.
+        Idempotent. Returns the exit codes by name; `on_ended` gets each name as soon as its process has ended.
         """
         router = [child for name, child in self.processes.items() if name == ROUTER]
         workers = [child for name, child in self.processes.items() if name != ROUTER]
-        self._end(router)
-        self._end(workers)
+        self._end(router, on_ended)
+        self._end(workers, on_ended)
         return {name: child.exit_code for name, child in self.processes.items()}
 
     def __enter__(self) -> Self:
@@ -275,27 +253,33 @@ class Cluster:
         child.read_log(
             log_path=None if directory is None else directory / f"{name}.log",
             on_line=self._report_line,
-            on_ready=lambda ready: self._events.put(_Ready(ready)),
-            on_exit=lambda ended: self._events.put(_Ended(ended)),
+            on_ready=lambda ready: self._events.put(Ready(ready)),
+            on_exit=lambda ended: self._events.put(Ended(ended)),
         )
 
     def _report_line(self, child: Child, line: str, event: dict[str, Any] | None) -> None:
+        if child.name == ROUTER and event is not None and event["event"] == "worker ready":
+            self._events.put(Known(str(event.get("worker", ""))))
         if self._on_line is not None:
             self._on_line(child.name, line, event)
 
-    def _next_event(self, deadline_s: float | None, *, waiting_for: str) -> _Event:
+    def _next_event(self, deadline_s: float | None, *, waiting_for: str) -> Event:
         """The next event, if it is a good one."""
         try:
             event = self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         except Empty:
             raise DeadlineExceeded(f"{waiting_for} did not get ready in time; see the log above") from None
-        if isinstance(event, _Interrupted):
+        if isinstance(event, Interrupted):
             raise Cancelled("stopped before the cluster was ready")
-        if isinstance(event, _Ended):
+        if isinstance(event, Ended):
             raise _error_of(event.child)
+        if isinstance(event, Known):
+            self._unknown.discard(event.worker)
+        self._serving |= isinstance(event, Serving)
         return event
 
-    def _end(self, children: list[Child]) -> None:
+    def _end(self, children: list[Child], on_ended: Callable[[str], None]) -> None:
+        children = [child for child in children if child.is_running]
         for child in children:
             child.send(signal.SIGCONT)  # a stopped process would not see the next one
             child.send(signal.SIGTERM)
@@ -304,6 +288,7 @@ class Cluster:
             if not child.join(max(0.0, deadline_s - time.monotonic())):
                 child.send(signal.SIGKILL)
                 child.join(STOP_GRACE_S)
+            on_ended(child.name)
 
 
 def _error_of(ended: Child) -> TwinstageError:

@@ -9,6 +9,7 @@ from threading import Thread
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from twinstage.addresses import DEFAULT_PORT, with_default_port
 from twinstage.telemetry.log import get_logger
 
 logger = get_logger(__name__)
@@ -16,6 +17,7 @@ logger = get_logger(__name__)
 
 def check(address: str, service: str, *, timeout_s: float) -> str:
     """The serving status of a service of the server at `address`: SERVING, NOT_SERVING, or why there is no answer."""
+    address = with_default_port(address, DEFAULT_PORT)
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:

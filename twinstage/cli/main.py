@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from twinstage.client.options import Options
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_MAX_TOKENS = 256  # a terminal wants more than the API's 16 and less than a whole context
 
 app = typer.Typer(
     name="twinstage",
@@ -30,9 +31,7 @@ Address = Annotated[
     str, typer.Option("--address", metavar="HOST:PORT", envvar="TWINSTAGE_ADDRESS", help="Where the router listens.")
 ]
 ModelName = Annotated[str, typer.Option("--model", help="Name of the model; by default the only one that is served.")]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="Most tokens to generate; by default the router's choice.")
-]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", min=0, help="Softmax temperature; 0 takes the most likely token.")
 ]
@@ -167,7 +166,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
     seed: Seed = None,
     stop: Stop = None,
@@ -186,7 +185,7 @@ def chat(
     prompt: Annotated[str, typer.Argument(help="Message to answer; - reads it from standard input.")],
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
     seed: Seed = None,
     stop: Stop = None,
@@ -264,7 +263,7 @@ def health(
 def _options(
     model: str,
     *,
-    max_tokens: int | None,
+    max_tokens: int,
     temperature: float | None,
     seed: int | None,
     stop: list[str] | None,

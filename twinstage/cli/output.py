@@ -96,7 +96,8 @@ def usage_line(summary: Summary, *, finish: str = "") -> str:
 
 
 def timing_line(timing: Timing) -> str:
-    return " · ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in phases(timing))
+    """The phases that took time; an embedding, for one, has no decode."""
+    return " · ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in phases(timing) if milliseconds > 0)
 
 
 def placement_line(summary: Summary) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from twinstage.cli.cluster import Cluster, ClusterConfig
+from twinstage.cli.cluster import DRAIN_S, Cluster, ClusterConfig
 from twinstage.cli.output import LogPrinter, console_for_errors
 from twinstage.cli.signals import stopped_by_signals
 from twinstage.errors import Cancelled
@@ -26,7 +26,8 @@ def serve(config: ClusterConfig, *, start_timeout_s: float) -> None:
             cluster.wait()
         except Cancelled:
             pass  # stopped while starting
-        console.print("stopping", style="bold")
+        console.print(f"stopping; requests in progress get {DRAIN_S:g} s", style="bold")
+        cluster.stop(on_ended=lambda name: console.print(f"stopped {name}"))
 
 
 def _announce(cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import grpc
 
+from twinstage.addresses import DEFAULT_PORT, with_default_port
 from twinstage.client import requests, responses
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
 from twinstage.client.client import ADMIN_TIMEOUT_S
@@ -82,7 +83,7 @@ class AsyncGenerationStream:
             self._state.check_complete()
             raise
         except grpc.RpcError as error:
-            raise error_of(error, self._address) from error
+            raise error_of(error, self._address, began=self._state.began) from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -100,10 +101,10 @@ class AsyncGenerationStream:
 
 
 class AsyncTwinstageClient:
-    """A connection to a router at `address` ("host:port"), for one event loop."""
+    """A connection to a router at `address` ("host:port", by default port 50051), for one event loop."""
 
     def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address
+        self.address = address = with_default_port(address, DEFAULT_PORT)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:

@@ -38,13 +38,23 @@ _TRANSPORT_ERRORS: dict[grpc.StatusCode, type[TwinstageError]] = {
 }
 
 
-def error_of(error: grpc.RpcError, address: str) -> TwinstageError:
-    """The error that a failed call stands for, with the violations, retry time and so on that the router sent."""
+# How gRPC words that it could not even connect; everything else that is UNAVAILABLE happened to a call under way.
+_NOT_CONNECTED = ("failed to connect", "DNS resolution", "name resolution", "no such host", "Connection refused")
+
+
+def error_of(error: grpc.RpcError, address: str, *, began: bool = False) -> TwinstageError:
+    """The error that a failed call stands for, with the violations, retry time and so on that the router sent.
+
+    `began`: part of the answer had come.
+    """
     call = cast("grpc.aio.AioRpcError", error)  # errors of blocking calls have the same methods
     metadata = cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ())
     if any(key == DETAILS_METADATA_KEY for key, _ in metadata):
         return error_from_rpc(call)
     code, details = call.code(), call.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and (began or not any(words in details for words in _NOT_CONNECTED)):
+        answer = "the answer is not complete" if began else "the request may have been served"
+        return Unavailable(f"the connection to the router at {address} broke off ({details}); {answer}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(f"no router answers at {address} ({details}); check the address, or run: twinstage serve")
     error_class = _TRANSPORT_ERRORS.get(code, InternalError)

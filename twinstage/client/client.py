@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 import grpc
 
+from twinstage.addresses import DEFAULT_PORT, with_default_port
 from twinstage.client import requests, responses
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
 from twinstage.client.options import DEFAULT_OPTIONS, Options
@@ -91,7 +92,7 @@ class GenerationStream:
                 self._state.check_complete()
                 raise
             except grpc.RpcError as error:
-                raise error_of(error, self._address) from error
+                raise error_of(error, self._address, began=self._state.began) from error
             delta = self._state.take(event)
             if delta is not None:
                 return delta
@@ -106,10 +107,10 @@ class GenerationStream:
 
 
 class TwinstageClient:
-    """A connection to a router at `address` ("host:port"); it is made when the first call needs it."""
+    """A connection to a router at `address` ("host:port", by default port 50051), made when the first call needs it."""
 
     def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address
+        self.address = address = with_default_port(address, DEFAULT_PORT)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:

@@ -18,9 +18,11 @@ class StreamState:
 
     prompt_info: PromptInfo | None = None
     summary: Summary | None = None
+    began: bool = False  # an event came
 
     def take(self, event: StreamEvent) -> Delta | None:
         """Take one event; return the delta in it. Events of kinds that this version does not know are skipped."""
+        self.began = True
         match event.WhichOneof("event"):
             case "prompt_info":
                 self.prompt_info = responses.prompt_info(event.prompt_info)
