@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from decode_worker.sessions import SequenceTotals, Session
 from twinstage.engine.sequence import SequenceStats
+from twinstage.errors import DeadlineExceeded, TwinstageError
 from twinstage.kv.block_pool import BlockTable
 from twinstage.lifecycle import DecodePhase, Lifecycle, decode_lifecycle
 from twinstage.types import KvGrant, RequestId, SequenceSpec
+
+DEADLINE_MARGIN_S = 0.1  # by which the deadline may be over earlier on another process
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,6 +26,7 @@ class DecodeRequest:
     table: BlockTable
     grant: KvGrant
     lease: asyncio.TimerHandle
+    deadline_s: float  # monotonic; the request's own
     lifecycle: Lifecycle[DecodePhase] = field(default_factory=decode_lifecycle)
     kv_bytes_received: int = 0
 
@@ -35,6 +40,13 @@ def totals_of(request: DecodeRequest, stats: SequenceStats) -> SequenceTotals:
         kv_bytes_received=request.kv_bytes_received,
         computed_prompt_tokens=stats.computed_prompt_tokens,
     )
+
+
+def blamed(request: DecodeRequest, error: TwinstageError) -> TwinstageError:
+    """What ended a hand-over: its error, unless the request's deadline is over; then router and sender give up, too."""
+    if time.monotonic() < request.deadline_s - DEADLINE_MARGIN_S:
+        return error
+    return DeadlineExceeded(f"the request's deadline came before its KV blocks: {error}")
 
 
 class RequestBook:

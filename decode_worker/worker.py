@@ -22,7 +22,7 @@ from functools import partial
 
 from decode_worker.grants import block_names, blocks_needed, make_grant
 from decode_worker.intake import Intake, OpenGrant
-from decode_worker.request import DecodeRequest, RequestBook, totals_of
+from decode_worker.request import DecodeRequest, RequestBook, blamed, totals_of
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
 from twinstage.engine.assemble import EngineParts
@@ -138,7 +138,9 @@ class DecodeWorker:
             grant = make_grant(table, self.description, transfer_id=transfer_id, endpoints=endpoints, lease_s=lease_s)
             self._receiver.expect(grant)  # raises before anything else knows of the grant
             lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
-            request = DecodeRequest(key=key, spec=spec, session=session, table=table, grant=grant, lease=lease)
+            request = DecodeRequest(
+                key=key, spec=spec, session=session, table=table, grant=grant, lease=lease, deadline_s=deadline_s
+            )
             self._requests.enter(request)
             self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes))
             return request
@@ -168,7 +170,7 @@ class DecodeWorker:
 
     def _transfer_failed(self, transfer_id: int, error: TransferError) -> None:
         if (request := self._requests.expected(transfer_id)) is not None:
-            self._end(request, Failed(error))
+            self._end(request, Failed(blamed(request, error)))
 
     def _rejected(self, key: RequestId, error: BaseException) -> None:
         """The engine did not take a sequence; its blocks are free."""
@@ -177,7 +179,8 @@ class DecodeWorker:
 
     def _lease_ended(self, transfer_id: int) -> None:
         if (request := self._requests.expected(transfer_id)) is not None:
-            self._end(request, Failed(TransferError("nobody filled the granted KV blocks before the lease ended")))
+            error = TransferError("nobody filled the granted KV blocks before the lease ended")
+            self._end(request, Failed(blamed(request, error)))
 
     def _deliver(self, output: StepOutput) -> None:
         told = StepMessages()

@@ -12,7 +12,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
+from structlog.testing import capture_logs
 
+import decode_worker.worker
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.service import DecodeServicer
 from decode_worker.sessions import MAX_UNREAD_MESSAGES, Session, SessionFailure, SessionMessage, SessionStep
@@ -437,13 +439,35 @@ async def test_a_failed_transfer_is_reported_and_its_blocks_return() -> None:
         await bench.all_blocks_free()
 
 
-async def test_a_grant_that_nobody_uses_ends_with_its_lease() -> None:
+async def test_a_grant_that_nobody_uses_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_worker.worker, "MAX_LEASE_S", 0.05)
     async with _bench() as bench:
         session = bench.worker.open_session("s")
-        await bench.worker.reserve("s", _spec(), timeout_s=0.05)
+        await bench.worker.reserve("s", _spec(), timeout_s=30.0)
         error = await _failure(session)
         assert isinstance(error, TransferError)
         assert "lease" in str(error)
+        await bench.all_blocks_free()
+
+
+@pytest.mark.parametrize("how", ["lease", "sender"])
+async def test_a_client_s_own_deadline_is_no_fault_of_the_transfer(how: str) -> None:
+    """Neither when nobody filled the blocks in time, nor when the sender gave up because of it."""
+    with capture_logs() as logs:
+        await _reach_the_deadline(how)
+    (ended,) = [log for log in logs if log["event"] == "decode failed"]
+    assert (ended["log_level"], ended["reason"]) == ("info", DeadlineExceeded.reason)
+
+
+async def _reach_the_deadline(how: str) -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        grant, _ = await bench.worker.reserve("s", _spec(), timeout_s=0.05 if how == "lease" else 0.09)
+        if how == "sender":
+            await asyncio.to_thread(
+                bench.receiver.delegate.failed, grant.transfer_id, TransferError("the sender went away")
+            )
+        assert isinstance(await _failure(session), DeadlineExceeded)
         await bench.all_blocks_free()
 
 

@@ -8,9 +8,11 @@ import json
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,9 +25,10 @@ from fake_workers import FakeCluster, make_bundle, make_model, make_vector, unti
 from router.__main__ import Router
 from router.config import RouterSettings
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
+from router.service.generation import convert_answer
 from twinstage.errors import ComputeFailed, ConfigError, Unavailable
 from twinstage.settings import read_settings
-from twinstage.types import Task, WorkerLoad
+from twinstage.types import ProducedToken, Task, TokenAlternative, TokenLogprobs, WorkerLoad
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -706,3 +709,23 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> Non
         error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x" * 3_000_000)))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "3000000 characters" in error.details()
+
+
+async def test_a_large_answer_is_converted_off_the_event_loop() -> None:
+    """As a message with 20 alternatives for each of a thousand tokens takes tens of milliseconds."""
+    threads: list[str] = []
+
+    def to_proto(*arguments: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return "message"
+
+    top = tuple(TokenAlternative(token_id, -1.0) for token_id in range(20))
+    token = ProducedToken(token_id=1, logprobs=TokenLogprobs(logprob=-1.0, rank=1, top=top))
+    model = SimpleNamespace(tokenizer=SimpleNamespace(token_text=str))
+    for num_tokens in (3, 1000):
+        answer: Any = SimpleNamespace(
+            text="", tokens=(token,) * num_tokens, finish=None, call=SimpleNamespace(model=model)
+        )
+        assert await convert_answer(to_proto, answer, return_token_ids=False) == "message"
+    assert threads[0] == threading.current_thread().name
+    assert threads[1] != threads[0]

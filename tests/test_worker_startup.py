@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -120,6 +121,9 @@ def test_help_names_every_flag() -> None:
     assert result.returncode == 0
     for name in DecodeSettings.model_fields:
         assert f"--{name.replace('_', '-')}" in result.stdout
+    # Written for people who do not know Python.
+    assert "--threads NUMBER" in result.stdout
+    assert not re.search(r"None|\bstr\b|\bint\b|\bfloat\b|Path\b|ByteSize", result.stdout)
 
 
 # --- refusals -------------------------------------------------------------------------------------

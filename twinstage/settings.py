@@ -4,16 +4,26 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+
+_WORDS_FOR_TYPES = {
+    "str": "TEXT",
+    "list[str]": "TEXT",
+    "int": "NUMBER",
+    "float": "NUMBER",
+    "Path": "PATH",
+    "ByteSize": "BYTES",
+}
 
 
 class ProcessSettings(BaseSettings):
@@ -48,11 +58,24 @@ class ProcessSettings(BaseSettings):
 def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
     """Read flags, then `TWINSTAGE_*` variables, then defaults. Raises ConfigError that says what is wrong."""
     try:
-        return CliApp.run(kind, cli_args=list(arguments))
+        source: CliSettingsSource[Settings] = CliSettingsSource(kind, formatter_class=_HelpForPeople)
+        return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
         raise ConfigError("; ".join(_violations(error))) from error
     except SettingsError as error:
         raise ConfigError(" ".join(str(error).removeprefix("error parsing CLI: ").split())) from error
+
+
+class _HelpForPeople(argparse.RawDescriptionHelpFormatter):
+    """Help that says what to write instead of how Python calls it, and nothing of a default that is none."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """As the base class."""
+        if isinstance(action.metavar, str):
+            action.metavar = _WORDS_FOR_TYPES.get(action.metavar, action.metavar)
+        if action.help:
+            action.help = action.help.replace(" (default: None)", "").replace(" (default: [])", "")
+        super().add_argument(action)
 
 
 def _violations(error: ValidationError) -> list[str]:

@@ -1,7 +1,7 @@
 """Twinstage's own engine on command: `python -m bench.engines.twinstage MODEL THREADS [OPTION=VALUE...]`.
 
 The engine core of one process, as `twinstage.engine.llm.LLM` assembles it, with scheduler and sampler, but without
-router and transfer. Options are those of `LlmOptions` that are text, such as `weights=int8`.
+router and transfer. Options are those of `LlmOptions` that are text, such as `weights=int8`, and `deterministic=yes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ class TwinstageEngine:
     """Answers the commands."""
 
     def __init__(self, model: str, threads: int, options: dict[str, str]) -> None:
-        self._llm = LLM(model, LlmOptions(threads=threads, kv_cache_bytes=_KV_BYTES, **options))  # type: ignore[arg-type]
+        self._deterministic = options.pop("deterministic", "no") == "yes"
+        self._llm = LLM(
+            model,
+            LlmOptions(
+                threads=threads,
+                kv_cache_bytes=_KV_BYTES,
+                deterministic=self._deterministic,
+                **options,  # type: ignore[arg-type]
+            ),
+        )
         self._core = self._llm.core
         self._options = options
         self._prompts = Prompts()
@@ -45,7 +54,8 @@ class TwinstageEngine:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        return {"name": f"Twinstage {self._options.get('weights', 'stock')}", "versions": versions}
+        mode = ", deterministic" if self._deterministic else ""
+        return {"name": f"Twinstage {self._options.get('weights', 'stock')}{mode}", "versions": versions}
 
     def prefill(self, tokens: int) -> dict[str, Any]:
         spec = self._spec(self._prompts.next(tokens), max_tokens=1)
