@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from twinstage.errors import Draining, TransferError, TwinstageError, WorkerLost
 from twinstage.rpc.clients import DecodeSubscription
 from twinstage.types import KvGrant, SequenceSpec
 
+SENDERS_WORD_S = 2.0  # from the end of a transfer on the decode worker until the prefill worker must have said why
+
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
@@ -23,9 +26,17 @@ class Receiver:
     subscription: DecodeSubscription
 
     async def broken(self) -> NoReturn:
-        """Wait until the decode worker fails the request. Raises AttemptFailed."""
+        """Wait until the decode worker fails the request. Raises AttemptFailed.
+
+        A sender that gives a transfer up says so to the decode worker and, with the reason, to the router. The reason
+        may be that the first token was also the last one, so it is waited for when the decode worker's word is first.
+        """
         with blaming(self.worker.key):
-            await self.subscription.broken()
+            try:
+                await self.subscription.broken()
+            except TransferError:
+                await asyncio.sleep(SENDERS_WORD_S)
+                raise
 
 
 class AttemptFailed(Exception):

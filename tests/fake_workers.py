@@ -348,6 +348,15 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         reservation.tokens.append(token)
         reservation.task = asyncio.create_task(self._decode(reservation))
 
+    def fail(self, request_id: str, error: TwinstageError) -> None:
+        """End a request that is reserved or running, and tell the router."""
+        outgoing = self._sessions[self.reservations[request_id].session_id]
+        failure = worker_pb2.SessionFailure(
+            request_id=request_id, reason=error.reason, message=str(error), retryable=error.retryable
+        )
+        self._free(request_id)
+        outgoing.put_nowait(worker_pb2.SessionResponse(failure=failure))
+
     async def _decode(self, reservation: _Reservation) -> None:
         spec, outgoing = reservation.spec, self._sessions[reservation.session_id]
         self.served += 1
@@ -357,12 +366,8 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
                 await self.script.enter("decode")
                 await self.script.enter(f"decode {position}")
             except TwinstageError as error:
-                failure = worker_pb2.SessionFailure(
-                    request_id=spec.request_id, reason=error.reason, message=str(error), retryable=error.retryable
-                )
                 reservation.task = None
-                self._free(spec.request_id)
-                outgoing.put_nowait(worker_pb2.SessionResponse(failure=failure))
+                self.fail(spec.request_id, error)
                 return
             chunk = make_chunk(spec, position)
             step = worker_pb2.SessionStep(chunks=[token_chunk_to_proto(chunk)])

@@ -27,7 +27,7 @@ def test_tokens_are_equal_up_to_a_near_tie_and_logprobs_nearly(demo_cluster: Pro
 
         def generate(prompt: str) -> generation_pb2.GenerateResponse:
             request = generation_pb2.GenerateRequest(
-                model="demo",
+                model="SmolLM2-135M-Instruct",
                 prompt=prompt,
                 sampling=common_pb2.SamplingOptions(temperature=0.0),
                 stopping=common_pb2.StoppingOptions(max_tokens=MAX_TOKENS),

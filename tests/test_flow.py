@@ -243,6 +243,39 @@ async def test_first_token_that_ends_the_request_gives_the_reservation_back() ->
         assert len(rig.cluster.decode[0].aborted) == 1
 
 
+async def test_end_of_the_transfer_may_be_heard_of_before_the_first_token_that_ended_it() -> None:
+    async with running() as rig:
+        first = (await rig.collect(request(1))).token_ids[0]
+        decode, script = rig.cluster.decode[0], rig.cluster.prefill[0].script
+        script.reached("first_token").clear()
+        go_on = script.stall("first_token")
+        stopping = RawStopping(max_tokens=8, stop_token_ids=(first,))
+        call = asyncio.create_task(rig.collect(request(stopping=stopping)))
+        await script.reached("first_token").wait()
+        decode.fail(next(iter(decode.reservations)), TransferError("the sender aborted the transfer"))
+        await asyncio.sleep(0.2)  # the router hears of it
+        go_on.set()
+        answer = await call
+        assert answer.finish.finish.matched_token_id == first
+        assert answer.summary.placement.retries == 0
+        await rig.cluster.assert_idle()
+
+
+async def test_transfer_that_failed_without_a_word_of_the_sender_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.attempt.SENDERS_WORD_S", 0.1)
+    async with running() as rig:
+        decode, script = rig.cluster.decode[0], rig.cluster.prefill[0].script
+        script.stall("first_token")  # of the first attempt alone
+        call = asyncio.create_task(rig.collect(request(8)))
+        await script.reached("first_token").wait()
+        decode.fail(next(iter(decode.reservations)), TransferError("the sender aborted the transfer"))
+        answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+
+
 async def test_stop_string_ends_the_request_on_the_worker() -> None:
     async with running() as rig:
         whole = expected_text(rig.cluster, 30)
