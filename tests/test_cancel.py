@@ -32,7 +32,8 @@ def cluster(proxy: SlowProxy, tiny_model: Path, tmp_path_factory: pytest.TempPat
     """One prefill and one decode worker over tcp, through the proxy."""
     with ProcessCluster(tmp_path_factory.mktemp("cancel")) as cluster:
         model = str(tiny_model)
-        common = ("--kv-transports", "tcp", "--kv-cache-bytes", "512KiB")
+        # Equal prompts would share their blocks, and the pool is to be filled.
+        common = ("--kv-transports", "tcp", "--kv-cache-bytes", "512KiB", "--no-prefix-cache")
         kv_address = f"127.0.0.1:{free_port()}"
         proxy.forward_to(kv_address)
         cluster.launch_worker("decode", model, *common, "--kv-listen", kv_address, "--kv-advertise", proxy.address)
@@ -109,9 +110,8 @@ def test_cancel_while_queued(
     proxy.hold()
     decode = next(role.name for role in cluster.processes if role.name.startswith("decode"))
     blockers = []
-    while cluster.worker(decode).free_kv_blocks >= cluster.worker(decode).total_kv_blocks // 4:
+    while (free := cluster.worker(decode).free_kv_blocks) >= cluster.worker(decode).total_kv_blocks // 4:
         blockers.append(stub.Generate.future(_request(LONG_PROMPT, seed=len(blockers)), timeout=60))
-        free = cluster.worker(decode).free_kv_blocks
         wait_until(
             lambda free=free: cluster.worker(decode).free_kv_blocks < free,  # type: ignore[misc]
             timeout_s=10,

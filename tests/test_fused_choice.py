@@ -9,9 +9,10 @@ import pytest
 
 from fused_models import tiny_config
 from tiny_models import make_tiny_model
+from twinstage.errors import NotFusible
 from twinstage.models.adapt import PagedModel
 from twinstage.models.choose import load_chosen
-from twinstage.models.fused.spec import NotFusible, check_config
+from twinstage.models.fused.spec import check_config
 from twinstage.models.resolve import resolve_model
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -21,6 +21,15 @@ from twinstage.errors import ConfigError
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.v1.generation_pb2 import GenerateRequest
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A server that has ended ignores signals, as its process is about to end; this one goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 async def test_port_zero_takes_a_free_port() -> None:
@@ -225,11 +234,12 @@ async def test_a_drain_that_fails_still_stops_the_server() -> None:
             await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"", timeout=5)
 
 
-async def test_signal_handlers_are_given_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+async def test_a_late_signal_does_not_cut_what_remains() -> None:
     running = Running()
     async with running.scope(grace_s=5) as (run, _, _):
         running.may_end.set()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(run, 5)
-    assert signal.getsignal(signal.SIGTERM) == before
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == signal.SIG_IGN

@@ -13,8 +13,8 @@ from harness import ProcessCluster, RoleProcess, wait_until
 from twinstage.v1 import admin_pb2, common_pb2, generation_pb2, generation_pb2_grpc
 
 LONG_PROMPT = "the quick brown fox jumps over the lazy dog " * 22
-# Small chunks make a prefill take long enough to be interrupted in the middle.
-SLOW_PREFILL = ("--max-tokens-per-step", "4")
+# Small chunks, computed anew each time, make a prefill take long enough to be interrupted in the middle.
+SLOW_PREFILL = ("--max-tokens-per-step", "4", "--no-prefix-cache")
 # The time from the kill to the status is bounded by 2 s; starting the call and reading the table come on top.
 UNAVAILABLE_WITHIN_S = 2.0
 

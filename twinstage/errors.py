@@ -21,6 +21,7 @@
     │   ├── StaleHandle            wrong epoch, generation, id or token
     │   └── ChecksumMismatch       the blocks that arrived are not those that were sent
     ├── ModelError                 a model cannot be found, read or adapted (start-up)
+    │   └── NotFusible             it has another shape than the fused path computes
     ├── ConfigError                wrong flags, environment or machine (start-up)
     ├── IllegalTransition          a request was moved into a phase that cannot follow (a bug)
     ├── IntegrityError             the block pool's books do not balance (a bug)
@@ -202,6 +203,12 @@ class ModelError(TwinstageError):
     """A model cannot be found, read or adapted."""
 
     reason = "MODEL_ERROR"
+
+
+class NotFusible(ModelError):
+    """The model has another shape than the fused path computes; it can run as stock modules."""
+
+    reason = "MODEL_NOT_FUSIBLE"
 
 
 class ConfigError(TwinstageError):

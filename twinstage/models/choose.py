@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twinstage.errors import NotFusible
 from twinstage.models.load import load_model
 from twinstage.models.resolve import ResolvedModel
 from twinstage.telemetry.log import get_logger
@@ -39,7 +40,6 @@ def load_chosen(
     """
     if weights != STOCK and resolved.task is Task.GENERATE:
         from twinstage.models.fused.load import load_fused
-        from twinstage.models.fused.spec import NotFusible
 
         precision = "int8" if weights == AUTO else weights
         fused_kv_dtype = "float32" if precision == "fp32" else "float16"

@@ -142,7 +142,7 @@ async def run_until_signalled(
 
     `on_drain` runs after health said NOT_SERVING and while calls are still served. It, and the calls after it, share
     `grace_s` seconds; then, or at a second signal, what still runs is cancelled. An exception of `on_drain` is raised
-    after the server has stopped.
+    after the server has stopped. Both signals are ignored from then on.
     """
     async with _signals() as signals:
         first = await signals.get()
@@ -180,7 +180,10 @@ async def _drain(on_drain: DrainCallback | None, grace_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def _signals() -> AsyncIterator[asyncio.Queue[signal.Signals]]:
-    """A queue of the SIGTERM and SIGINT that arrive within the scope."""
+    """A queue of the SIGTERM and SIGINT that arrive within the scope.
+
+    They are ignored after it: what remains is short, and an impatient second signal must not cut it.
+    """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[signal.Signals] = asyncio.Queue()
     handled = (signal.SIGTERM, signal.SIGINT)
@@ -190,4 +193,5 @@ async def _signals() -> AsyncIterator[asyncio.Queue[signal.Signals]]:
         yield arrived
     finally:
         for number in handled:
-            loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)  # to the default, which ends the process
+            signal.signal(number, signal.SIG_IGN)

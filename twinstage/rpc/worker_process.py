@@ -87,8 +87,6 @@ class WorkerProcess(Generic[Worker]):
         await run_until_signalled(
             server, health, grace_s=self._settings.drain_timeout, on_drain=lambda: self._drain(worker)
         )
-        for number in (signal.SIGTERM, signal.SIGINT):  # what remains is short, and must not be cut
-            signal.signal(number, signal.SIG_IGN)
         return await self._free(worker)
 
     async def _load_unless_signalled(self) -> Callable[[asyncio.AbstractEventLoop], Worker]:

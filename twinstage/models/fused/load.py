@@ -10,7 +10,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from twinstage.errors import ModelError
+from twinstage.errors import ModelError, NotFusible
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
 from twinstage.models.fused.attention_work import AttentionShape
@@ -18,7 +18,7 @@ from twinstage.models.fused.formats import WeightFormat, format_of
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.model import FusedModel
 from twinstage.models.fused.native import LoadedProgram, NativeProgram
-from twinstage.models.fused.spec import NotFusible, check_config
+from twinstage.models.fused.spec import check_config
 from twinstage.models.fused.target import missing_features, target
 from twinstage.models.fused.weights import PackedWeights, pack_model
 from twinstage.models.resolve import ResolvedModel, default_cache_directory

@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinstage.errors import ModelError
+from twinstage.errors import NotFusible
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
 HEAD_MULTIPLE = 16  # the attention's vectors
 _SIZE_MULTIPLE = 4  # what the tiles unroll
-
-
-class NotFusible(ModelError):
-    """The model has another shape than the fused path computes; it can run as stock modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
