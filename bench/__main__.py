@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits, for slow machines")
     parser.add_argument(
-        "--weights", help="precisions of our engine, such as auto,fp32; the first is compared with peers"
+        "--weights", help="precisions of our engine, such as int8,fp32; the first is compared with peers"
     )
     parser.add_argument("--vllm-dtype", default="", help="float32 or bfloat16; by default what suits the CPU")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results, plots and RESULTS.md go")
@@ -89,7 +89,7 @@ def _session(options: argparse.Namespace) -> Session:
         quick=options.quick,
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS),
         patience=options.patience,
-        weights=options.weights.split(",") if options.weights else ["auto"] if options.quick else None,
+        weights=options.weights.split(",") if options.weights else ["int8"] if options.quick else None,
         progress=_progress,
     )
 

@@ -137,9 +137,11 @@ class ProcessCluster:
         return role
 
     def launch_worker(self, role: str, model: str, *flags: str, name: str = "") -> RoleProcess:
-        """Start a prefill or decode worker without waiting for it."""
+        """Start a prefill or decode worker without waiting for it; with stock modules unless `flags` say otherwise."""
         name = name or f"{role}-{len(self.processes)}"
         common = ["--model", model, "--worker-id", name, "--listen", "127.0.0.1:0", "--threads", "1"]
+        if "--weights" not in flags:  # what tests compare with: exact, and no first start compiles anything
+            common += ["--weights", "stock"]
         if role == "decode" and "--kv-listen" not in flags:
             common += ["--kv-listen", "127.0.0.1:0"]
         return self.launch(f"{role}_worker", name, *common, *flags)

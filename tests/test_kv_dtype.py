@@ -54,6 +54,9 @@ def test_auto_follows_the_weights(tiny_model: Path) -> None:
     resolved = resolve_model(str(tiny_model))
     assert load_chosen(resolved, weights="stock").kv_layout(16).dtype == "float32"
     assert load_chosen(resolved, weights="int8", threads=1).kv_layout(16).dtype == "float16"
+    exact = load_chosen(resolved, weights="auto", threads=1)
+    assert exact.rows_are_independent  # own kernels
+    assert exact.kv_layout(16).dtype == "float32"
 
 
 @pytest.mark.parametrize("weights", ["stock", "int8"])

@@ -18,7 +18,7 @@ from twinstage.engine.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 OwnOptions = Mapping[str, str]
-_DEFAULT_WEIGHTS = ("auto", "fp32", "stock")
+_DEFAULT_WEIGHTS = ("int8", "fp32", "stock")
 
 
 def own_options(weights: Sequence[str] | None = None) -> tuple[OwnOptions, ...]:

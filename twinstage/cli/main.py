@@ -54,7 +54,7 @@ PrefixCache = Annotated[
 ]
 Weights = Annotated[
     Literal["stock", "auto", "fp32", "int8"] | None,
-    typer.Option("--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: int8 where possible."),
+    typer.Option("--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: fp32 where possible."),
 ]
 Deterministic = Annotated[
     bool,

@@ -44,7 +44,7 @@ class LlmOptions:
     revision: str | None = None
     cache_directory: Path | None = None
     max_model_len: int | None = None
-    weights: str = "stock"
+    weights: str = "stock"  # the reference
     dtype: str = "float32"
     kv_dtype: str = "auto"
     threads: int | None = None

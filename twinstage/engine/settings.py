@@ -59,9 +59,10 @@ class WorkerSettings(ProcessSettings):
         "default all that the process may use.",
     )
     weights: Literal["stock", "auto", "fp32", "int8"] = Field(
-        default="stock",
-        description="How the model runs: as stock Transformers modules, or packed in fp32 or int8 with kernels of its "
-        "own, which are compiled at the first start; auto takes int8 where the model has a shape they know.",
+        default="auto",
+        description="How the model runs: as stock Transformers modules in float32, or packed in fp32 or int8 with "
+        "kernels of its own, which are compiled at the first start; auto takes fp32 where the model has a shape they "
+        "know, and stock modules elsewhere.",
     )
     dtype: Literal["float32"] = Field(default="float32", description="Number format of weights.")
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(

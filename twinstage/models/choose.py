@@ -33,7 +33,7 @@ def load_chosen(
     cache_directory: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PagedModel | FusedModel:
-    """Load `resolved` with `weights`, one of WEIGHTS; "auto" is int8 where the fused path has the model's shape.
+    """Load `resolved` with `weights`, one of WEIGHTS; "auto" is fp32 where the fused path has the model's shape.
 
     `kv_dtype` "auto" is float16 with weights of 8 bits, and else the number format of the weights.
     Raises ConfigError, and ModelError that names the reason when "fp32" or "int8" was asked for and cannot be.
@@ -41,7 +41,7 @@ def load_chosen(
     if weights != STOCK and resolved.task is Task.GENERATE:
         from twinstage.models.fused.load import load_fused
 
-        precision = "int8" if weights == AUTO else weights
+        precision = "fp32" if weights == AUTO else weights
         fused_kv_dtype = "float32" if precision == "fp32" else "float16"
         try:
             return load_fused(
