@@ -1,6 +1,6 @@
 """Several engines measured in turn, on one machine in one run.
 
-The first engine is ours; every other is compared with it, round by round.
+The first engine is ours; every other is compared with it, round by round. While one is measured, the others are stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.engines.client import EngineFailed
+from bench.pausing import awake
 from bench.peers import PeerMissing
 from bench.results import Comparison, Curve, Measurement, RowResult, Target
 from bench.row import Context
@@ -25,6 +26,10 @@ class Engine(Protocol):
     def prefill(self, tokens: int) -> float: ...
 
     def decode(self, *, batch: int, context: int, steps: int) -> float: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -57,6 +62,8 @@ class Contest:
                 contest.engines.append(context.engine(name))
             except (EngineFailed, PeerMissing) as error:
                 contest.notes.append(f"Without {name}: {error}")
+        for engine in contest.engines:
+            engine.pause()
         return contest
 
     def measure(
@@ -90,7 +97,8 @@ class Contest:
 
     def _try(self, engine: Engine, rate: Rate, case: str) -> float | None:
         try:
-            return rate(engine)
+            with awake(engine):
+                return rate(engine)
         except EngineFailed as error:
             if engine is self.engines[0]:
                 raise

@@ -180,8 +180,16 @@ class ToyEngine:
         self._seconds = seconds
         self._calls_left = fails_at
         self.closed = False
+        self.is_awake = False
+
+    def pause(self) -> None:
+        self.is_awake = False
+
+    def resume(self) -> None:
+        self.is_awake = True
 
     def prefill(self, tokens: int) -> float:
+        assert self.is_awake
         self._calls_left -= 1
         if self._calls_left < 0:
             raise EngineFailed("out of memory")
@@ -198,10 +206,12 @@ def test_a_contest_compares_with_ours_and_goes_on_without_a_peer_that_fails(tmp_
     engines = Engines(peers=None, log_directory=tmp_path, progress=lambda _: None, own=own_options())
     context = Context(quick=False, rounds=3, peers=None, engines=engines, directory=tmp_path, progress=lambda _: None)
     frail = ToyEngine("frail", 1.0, fails_at=2)
-    contest = Contest(context=context, engines=[ToyEngine("Twinstage x", 1.0), ToyEngine("peer", 2.0), frail])
+    engines_in_turn = [ToyEngine("Twinstage x", 1.0), ToyEngine("peer", 2.0), frail]
+    contest = Contest(context=context, engines=[*engines_in_turn])
     contest.measure(
         "c", lambda engine: 10 / engine.prefill(10), quantity="q", unit="u", targets={"peer": Target.at_least(3)}
     )
+    assert not any(engine.is_awake for engine in engines_in_turn)
     result = contest.result()
     assert [(entry.engine, entry.values) for entry in result.measurements] == [
         ("Twinstage x", [10.0] * 3),

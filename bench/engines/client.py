@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.pausing import pause_group, resume_group
+
 _TAIL_BYTES = 2000
 _END_S = 5.0
 
@@ -76,8 +78,16 @@ class EngineProcess:
         """Seconds for `steps` steps of `batch` sequences that begin with `context` tokens."""
         return float(self.call("decode", batch=batch, context=context, steps=steps)["seconds"])
 
+    def pause(self) -> None:
+        """Stop the process until `resume`; it answers nothing meanwhile."""
+        pause_group(self._process.pid)
+
+    def resume(self) -> None:
+        resume_group(self._process.pid)
+
     def close(self) -> None:
         """End the process. Idempotent."""
+        self.resume()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -81,7 +81,7 @@ class Peers:
         return prepare_q8_0(self.home / "models", python=self.python("llama"), log_path=self.log_path("quantize"))
 
     def vllm(self) -> PeerServer:
-        """The server of vLLM, started once for all rows, as that takes minutes. Raises PeerMissing."""
+        """The server of vLLM, started once for all rows, as that takes minutes, and paused. Raises PeerMissing."""
         if self._vllm is None:
             how = vllm_server(
                 self, resolve_model("demo", progress=self.progress).directory, dtype=self.vllm_dtype or _vllm_dtype()
@@ -92,6 +92,7 @@ class Peers:
             except PeerMissing as error:
                 self.missing["vllm"] = str(error)
                 raise
+            self._vllm.pause()
         return self._vllm
 
     def close(self) -> None:

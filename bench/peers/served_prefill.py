@@ -18,6 +18,7 @@ class ServedPrefill:
     """Takes part in a contest of prefill. The server belongs to somebody else."""
 
     def __init__(self, server: PeerServer, *, version: str) -> None:
+        self._server = server
         self.name = server.name
         self.versions = {server.name.split()[0]: version}
         self._url = f"{server.address}/v1/completions"
@@ -42,6 +43,12 @@ class ServedPrefill:
 
     def decode(self, *, batch: int, context: int, steps: int) -> float:
         raise EngineFailed(f"{self.name} is a server: its steps cannot be counted from outside")
+
+    def pause(self) -> None:
+        self._server.pause()
+
+    def resume(self) -> None:
+        self._server.resume()
 
     def close(self) -> None:
         pass

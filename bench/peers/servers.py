@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from bench.pausing import pause_group, resume_group
 from bench.peers.install import PeerMissing
 
 if TYPE_CHECKING:
@@ -69,8 +70,16 @@ class PeerServer:
     def pid(self) -> int:
         return self._process.pid
 
+    def pause(self) -> None:
+        """Stop the server and its processes until `resume`."""
+        pause_group(self._process.pid)
+
+    def resume(self) -> None:
+        resume_group(self._process.pid)
+
     def close(self) -> None:
         """End the server and the processes that it started. Idempotent."""
+        self.resume()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

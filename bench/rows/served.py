@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
+from bench.pausing import awake
 from bench.peers import PEERS, PeerMissing
 from bench.peers.servers import MODEL, PeerServer, llama_server
 from bench.results import Comparison, Measurement, RowResult, Target
@@ -32,12 +33,13 @@ QUANTITIES: Mapping[str, tuple[str, Callable[[LoadResult], float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server under load."""
+    """A server under load. A peer's `process` is stopped while others are measured; ours does nothing when idle."""
 
     name: str
     address: str
     protocol: Protocol
     model: str = ""
+    process: PeerServer | None = None
 
     def load(self, *, concurrency: int, requests: int, prompt_seed: int, output: TokenRange = _TOKENS) -> LoadResult:
         """Raises InternalError when a request failed."""
@@ -53,7 +55,8 @@ class Server:
             vocabulary_size=_VOCABULARY,
             prompt_seed=prompt_seed,
         )
-        result = asyncio.run(run_load(options))
+        with awake(self.process) if self.process is not None else nullcontext():
+            result = asyncio.run(run_load(options))
         if result.requests.failed or result.ttft is None or result.itl is None:
             raise InternalError(f"{self.name} failed {result.requests.failed} requests: {result.errors}")
         return result
@@ -138,7 +141,8 @@ def _versions(context: Context, notes: Sequence[str]) -> dict[str, str]:
 
 
 def _peer(server: PeerServer) -> Server:
-    return Server(name=server.name, address=server.address, protocol=Protocol.OPENAI, model=MODEL)
+    server.pause()
+    return Server(name=server.name, address=server.address, protocol=Protocol.OPENAI, model=MODEL, process=server)
 
 
 def result_of(

@@ -19,7 +19,9 @@ from twinstage.types import KvEndpoint, KvGrant
 
 
 class BlockWriter(Protocol):
-    """Brings pieces of blocks to the receiver."""
+    """Brings pieces of blocks to the receiver, at most `turn_bytes` of a transfer before another one has its turn."""
+
+    turn_bytes: int
 
     def write(self, write: Write, sources: Sequence[memoryview]) -> None:
         """Bring one source view per piece. Raises StaleHandle for a block that does not exist, else TransferError."""

@@ -19,7 +19,7 @@ import xxhash
 from twinstage.errors import IllegalTransition, StaleHandle
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
-from twinstage.transfer.frames import MAX_PAYLOAD_BYTES, MAX_PIECES
+from twinstage.transfer.frames import MAX_PIECES
 from twinstage.transfer.messages import Commit, Piece, Write, commit_to_message
 from twinstage.transfer.values import HandoverCommit, HandoverDone, TransferOutcome
 from twinstage.types import KvGrant
@@ -122,14 +122,14 @@ class OutgoingTransfer:
             return self.lease_deadline_s
         return min(self.lease_deadline_s, self.answer_deadline_s)
 
-    def next_write(self, memory: BlockMemory) -> tuple[Write, list[memoryview]] | None:
-        """The next frame's worth of pending pieces and their bytes; None when nothing is pending.
+    def next_write(self, memory: BlockMemory, max_bytes: int) -> tuple[Write, list[memoryview]] | None:
+        """The next pending pieces and their bytes, at most `max_bytes` of them; None when nothing is pending.
 
         Small blocks share a frame, large ones are split. Raises StaleHandle when a source block does not exist.
         """
         pieces: list[Piece] = []
         sources: list[memoryview] = []
-        room = MAX_PAYLOAD_BYTES
+        room = max_bytes
         while len(pieces) < MAX_PIECES and (head := self._head()) is not None:
             source_id, position = head
             rest = memory.block_bytes - self._offset

@@ -261,7 +261,7 @@ class Peer:
 
     def _send_more(self, transfer: OutgoingTransfer, channel: Channel) -> None:
         commit = transfer.take_commit()  # before looking for blocks: none is queued after it
-        batch = transfer.next_write(self._memory)
+        batch = transfer.next_write(self._memory, channel.writer.turn_bytes)
         if batch is not None:
             write, sources = batch
             channel.writer.write(write, sources)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from twinstage.errors import ConfigError, TransferError
+from twinstage.transfer.frames import MAX_PAYLOAD_BYTES
 from twinstage.transfer.gate import WriteGate
 from twinstage.transfer.messages import Write
 from twinstage.transfer.wire import FrameSocket, after
@@ -55,6 +56,8 @@ def tune(connection: socket.socket) -> None:
 
 class TcpBlockWriter:
     """Sends pieces with their bytes."""
+
+    turn_bytes = MAX_PAYLOAD_BYTES
 
     def __init__(self, stream: FrameSocket) -> None:
         self._stream = stream
