@@ -1,6 +1,7 @@
 """Several engines measured in turn, on one machine in one run.
 
-The first engine is ours; every other is compared with it, round by round. While one is measured, the others are stopped.
+The first engine is ours; every other is compared with it, round by round. While one is measured, the others are
+stopped.
 """
 
 from __future__ import annotations
