@@ -13,6 +13,7 @@ _HEAD = """\
 Measured by `make bench`; do not edit, `python -m bench --render` writes this page from `results/*.json`. Medians of the
 rounds, with the lowest and the highest in brackets. A ratio is taken within each round, in which all engines were
 measured one after the other on the same machine with the same model (SmolLM2-135M-Instruct).
+Where no precision is named beside Twinstage, it ran with `--weights int8`.
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, ProcessCluster, wait_until
+from harness import ROOT, ProcessCluster, free_port, wait_until
 from tiny_models import make_tiny_llama
 from twinstage.v1 import admin_pb2
 
@@ -97,14 +97,20 @@ def test_a_worker_of_another_model_revision_is_refused_by_name(tiny_model: Path,
     name = ("--served-model-name", "tiny")
     with ProcessCluster(tmp_path) as cluster:
         cluster.start_workers(str(tiny_model), flags=name)
-        stranger = cluster.launch_worker("decode", str(other), *name, name="stranger")
-        cluster.wait_ready(stranger)
-        addresses = [argument for role in cluster.processes for argument in ("--workers", role.address)]
+        strange_address = f"127.0.0.1:{free_port()}"
+        known = [*(role.address for role in cluster.processes), strange_address]
+        addresses = [argument for address in known for argument in ("--workers", address)]
         router = cluster.launch("router", "router", "--listen", "127.0.0.1:0", *addresses)
         cluster.wait_ready(router)
 
         def states() -> dict[str, int]:
             return {worker.id: worker.state for worker in cluster.workers()}
+
+        # Who comes first decides what the model is, so the stranger comes later.
+        wait_until(
+            lambda: list(states().values()).count(admin_pb2.WORKER_STATE_READY) == 2, timeout_s=30, what="two are ready"
+        )
+        cluster.launch_worker("decode", str(other), *name, "--listen", strange_address, name="stranger")
 
         def settled() -> bool:
             return sorted(states().values()) == [

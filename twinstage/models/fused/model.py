@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from twinstage.errors import ComputeFailed
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
 from twinstage.models.fused.attention_work import AttentionShape, AttentionWork
@@ -142,6 +143,8 @@ class FusedModel:
             if chunk.samples:
                 sampled_rows[sample] = row - 1
                 sample += 1
+        if rows and not 0 <= token_ids.min() <= token_ids.max() < self.vocab_size:  # kernels take them for addresses
+            raise ComputeFailed(f"token ids lie beyond the vocabulary of {self.vocab_size}")
         self._table[StepField.NUM_ROWS] = rows
         self._table[StepField.NUM_SAMPLED] = sampled
 

@@ -116,8 +116,11 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    window = getattr(config, "sliding_window", None) or 0
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:  # one window for all layers, where there is one
-        return (int(window),) * int(config.num_hidden_layers)
-    return tuple(int(window) if kind == "sliding_attention" else 0 for kind in layer_types)
+    """As the stock model of the type takes them; a configuration may carry keys that its model does not read."""
+    num_layers = int(config.num_hidden_layers)
+    if config.model_type == "llama":
+        return (0,) * num_layers
+    window = int(config.sliding_window or 0)
+    if config.model_type == "mistral":
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in config.layer_types)

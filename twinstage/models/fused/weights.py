@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.errors import ModelError
+from twinstage.errors import NotFusible
 from twinstage.models.fused.formats import WeightFormat, pack_linear
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.packing import Floats
@@ -48,7 +48,7 @@ class PackedWeights:
 def pack_model(directory: Path, weight_format: WeightFormat, *, progress: Callable[[str], None]) -> AlignedMemory:
     """Pack the model in `directory`. Imports torch and Transformers.
 
-    Raises ModelError when its files lack a tensor, NotFusible when the model has another shape.
+    Raises NotFusible when the model has another shape, or its files other tensors than the shape asks for.
     """
     progress("importing torch and Transformers, once for this model")
     from transformers import AutoConfig
@@ -73,30 +73,36 @@ def _packed(
     checkpoint: _Checkpoint, spec: ModelSpec, weight_format: WeightFormat
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Names and tensors as `LayerField` and `StepField` know them, those of a layer with its number before."""
+    hidden, intermediate, vocab = spec.hidden_size, spec.intermediate_size, spec.vocab_size
+    sizes = {"q": spec.query_size, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
 
-    def linear(name: str, *parts: str) -> Iterator[tuple[str, NDArray[Any]]]:
-        weight = np.concatenate([checkpoint.read(f"{part}.weight") for part in parts])
+    def linear(name: str, inputs: int, parts: Mapping[str, int]) -> Iterator[tuple[str, NDArray[Any]]]:
+        weight = np.concatenate([checkpoint.read(f"{part}.weight", outputs, inputs) for part, outputs in parts.items()])
         for suffix, tensor in pack_linear(weight, weight_format):
             yield name + suffix, tensor
 
-    yield from linear("EMBEDDING", "model.embed_tokens")
+    yield from linear("EMBEDDING", hidden, {"model.embed_tokens": vocab})
     if not spec.tied_embedding:
-        yield from linear("LM_HEAD", "lm_head")
-    yield "FINAL_NORM", checkpoint.read("model.norm.weight")
+        yield from linear("LM_HEAD", hidden, {"lm_head": vocab})
+    elif checkpoint.differ("model.embed_tokens.weight", "lm_head.weight"):
+        raise NotFusible("its configuration ties head and embedding, which differ in its files")
+    yield "FINAL_NORM", checkpoint.read("model.norm.weight", hidden)
     for layer in range(spec.num_layers):
         prefix, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
-        heads = [f"{attention}.{part}_proj" for part in ("q", "k", "v")]
-        yield f"{layer}.INPUT_NORM", checkpoint.read(f"{prefix}.input_layernorm.weight")
-        yield from linear(f"{layer}.QKV", *heads)
+        heads = {f"{attention}.{part}_proj": size for part, size in sizes.items()}
+        yield f"{layer}.INPUT_NORM", checkpoint.read(f"{prefix}.input_layernorm.weight", hidden)
+        yield from linear(f"{layer}.QKV", hidden, heads)
         if spec.qkv_bias:
-            yield f"{layer}.QKV_BIAS", np.concatenate([checkpoint.read(f"{head}.bias") for head in heads])
+            biases = [checkpoint.read(f"{head}.bias", size) for head, size in heads.items()]
+            yield f"{layer}.QKV_BIAS", np.concatenate(biases)
         if spec.head_norm:
-            yield f"{layer}.QUERY_NORM", checkpoint.read(f"{attention}.q_norm.weight")
-            yield f"{layer}.KEY_NORM", checkpoint.read(f"{attention}.k_norm.weight")
-        yield from linear(f"{layer}.OUTPUT", f"{attention}.o_proj")
-        yield f"{layer}.POST_NORM", checkpoint.read(f"{prefix}.post_attention_layernorm.weight")
-        yield from linear(f"{layer}.GATE_UP", f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj")
-        yield from linear(f"{layer}.DOWN", f"{prefix}.mlp.down_proj")
+            yield f"{layer}.QUERY_NORM", checkpoint.read(f"{attention}.q_norm.weight", spec.head_dim)
+            yield f"{layer}.KEY_NORM", checkpoint.read(f"{attention}.k_norm.weight", spec.head_dim)
+        yield from linear(f"{layer}.OUTPUT", spec.query_size, {f"{attention}.o_proj": hidden})
+        yield f"{layer}.POST_NORM", checkpoint.read(f"{prefix}.post_attention_layernorm.weight", hidden)
+        gate_up = {f"{prefix}.mlp.{part}_proj": intermediate for part in ("gate", "up")}
+        yield from linear(f"{layer}.GATE_UP", hidden, gate_up)
+        yield from linear(f"{layer}.DOWN", intermediate, {f"{prefix}.mlp.down_proj": hidden})
 
 
 class _Checkpoint:
@@ -111,11 +117,21 @@ class _Checkpoint:
             file: Any = safe_open(path, framework="pt")
             self._files |= dict.fromkeys(file.keys(), file)
 
-    def read(self, name: str) -> Floats:
+    def read(self, name: str, *shape: int) -> Floats:
+        """Raises NotFusible when there is no such tensor, or it has another shape: kernels trust the sizes."""
         if name not in self._files:
-            raise ModelError(f"the weights in {self._directory} lack {name}")
+            raise NotFusible(f"the weights in {self._directory} lack {name}")
         tensor: Floats = self._files[name].get_tensor(name).float().numpy()
+        if tensor.shape != shape:
+            raise NotFusible(f"{name} is of shape {list(tensor.shape)}, and the configuration says {list(shape)}")
         return tensor
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether there are both tensors, with other numbers."""
+        if name not in self._files or other not in self._files:
+            return False
+        first, second = self._files[name].get_tensor(name), self._files[other].get_tensor(other)
+        return not bool(first.equal(second))
 
 
 def _aligned(size: int) -> int:
