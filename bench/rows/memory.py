@@ -51,7 +51,7 @@ def result_of(found: dict[str, list[MemoryUse]]) -> RowResult:
         for name, uses in found.items()
     ]
     notes = [
-        "Weights are mapped files below the model cache. Those that are packed for own kernels are in private memory and "
+        "Weights are mapped files below the model cache. Those packed for own kernels are in private memory and "
         "count as everything else, so the figure contains them. Shared memory is the KV pool, and what is mapped of "
         "another worker's."
     ]
