@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from decode_worker.config import DecodeSettings
 from decode_worker.service import SERVICE_NAME, add_services
 from twinstage.addresses import split_address
-from twinstage.engine.found_model import find_model
 from twinstage.errors import ConfigError
+from twinstage.hosting.found_model import find_model
 from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.worker_process import WorkerProcess, kv_identity, run_worker
 from twinstage.types import Role, Task
@@ -49,7 +49,7 @@ def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], Dec
         raise ConfigError(f"{found.resolved.name} is an embedding model: it runs on prefill workers only")
 
     from decode_worker.worker import DecodeWorker
-    from twinstage.engine.assemble import build_engine
+    from twinstage.hosting.assemble import build_engine
     from twinstage.transfer.receiver import KvReceiver
 
     parts, description = build_engine(settings, found, role=Role.DECODE, protocol_version=PROTOCOL_VERSION)

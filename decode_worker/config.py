@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from twinstage.addresses import split_address
-from twinstage.engine.settings import WorkerSettings
+from twinstage.hosting.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):

@@ -25,12 +25,12 @@ from decode_worker.intake import Intake, OpenGrant
 from decode_worker.request import DecodeRequest, RequestBook, blamed, totals_of
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
-from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, StepOutput
-from twinstage.engine.load_board import LoadBoard, pool_load
 from twinstage.engine.loop import EngineLoop
-from twinstage.engine.sequence_check import check_sequence
 from twinstage.errors import Cancelled, Draining, InternalError, TransferError, TwinstageError
+from twinstage.hosting.assemble import EngineParts
+from twinstage.hosting.load_board import LoadBoard, pool_load
+from twinstage.hosting.sequence_check import check_sequence
 from twinstage.kv.block_pool import BlockTable
 from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
 from twinstage.telemetry.ends import log_end

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prefill_worker.config import PrefillSettings
 from prefill_worker.service import SERVICE_NAME, add_services
-from twinstage.engine.found_model import FoundModel, find_model
+from twinstage.hosting.found_model import FoundModel, find_model
 from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.worker_process import WorkerProcess, kv_identity, run_worker
 from twinstage.types import Role, Task
@@ -51,7 +51,7 @@ def _load(settings: PrefillSettings) -> MakeWorker:
 
 def _load_embedding(settings: PrefillSettings, found: FoundModel) -> MakeWorker:
     from prefill_worker.embedding import EmbeddingWorker
-    from twinstage.engine.assemble import build_encoder
+    from twinstage.hosting.assemble import build_encoder
 
     encoder, description = build_encoder(settings, found, protocol_version=PROTOCOL_VERSION)
     return lambda loop: EmbeddingWorker(
@@ -66,7 +66,7 @@ def _load_generative(settings: PrefillSettings, found: FoundModel) -> MakeWorker
     secret = settings.kv_secret()
 
     from prefill_worker.worker import PrefillWorker
-    from twinstage.engine.assemble import build_engine
+    from twinstage.hosting.assemble import build_engine
     from twinstage.transfer.sender import KvSender
 
     parts, description = build_engine(settings, found, role=Role.PREFILL, protocol_version=PROTOCOL_VERSION)

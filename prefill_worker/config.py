@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from twinstage.engine.settings import WorkerSettings
+from twinstage.hosting.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):

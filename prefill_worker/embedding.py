@@ -17,9 +17,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.engine.load_board import LoadBoard
-from twinstage.engine.sequence_check import check_inputs
 from twinstage.errors import ComputeFailed, Draining, Overloaded, TwinstageError
+from twinstage.hosting.load_board import LoadBoard
+from twinstage.hosting.sequence_check import check_inputs
 from twinstage.telemetry.log import get_logger
 from twinstage.types import WorkerDescription, WorkerLoad
 

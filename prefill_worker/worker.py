@@ -21,12 +21,12 @@ from functools import partial
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
 from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest
-from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineCore, SequenceStats, StepOutput
-from twinstage.engine.load_board import LoadBoard, pool_load
 from twinstage.engine.loop import EngineLoop
-from twinstage.engine.sequence_check import check_sequence
 from twinstage.errors import Cancelled, Draining, FieldViolation, InternalError, InvalidRequest, KvExhausted
+from twinstage.hosting.assemble import EngineParts
+from twinstage.hosting.load_board import LoadBoard, pool_load
+from twinstage.hosting.sequence_check import check_sequence
 from twinstage.lifecycle import (
     CancelledOutcome,
     Failed,

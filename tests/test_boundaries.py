@@ -67,7 +67,7 @@ def test_grpc_and_protobuf_stay_at_the_door() -> None:
         "twinstage.kv.layout",
         "twinstage.engine.plan",
         "twinstage.engine.loop",
-        "twinstage.engine.assemble",
+        "twinstage.hosting.assemble",
         "twinstage.engine.prefill_scheduler",
         "twinstage.engine.decode_scheduler",
         "twinstage.lifecycle",

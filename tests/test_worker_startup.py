@@ -22,10 +22,10 @@ from decode_worker.config import DecodeSettings
 from harness import ROOT, ProcessCluster, wait_until
 from prefill_worker.config import PrefillSettings
 from twinstage.addresses import split_address
-from twinstage.engine.assemble import build_engine
-from twinstage.engine.found_model import find_model
-from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
+from twinstage.hosting.assemble import build_engine
+from twinstage.hosting.found_model import find_model
+from twinstage.hosting.settings import WorkerSettings
 from twinstage.settings import read_settings
 from twinstage.types import Role
 

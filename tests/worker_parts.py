@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.engine.assemble import EngineParts
 from twinstage.engine.core import EngineConfig, EngineCore
 from twinstage.engine.plan import StepPlan
+from twinstage.hosting.assemble import EngineParts
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory

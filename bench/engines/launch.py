@@ -14,7 +14,7 @@ from typing import Self
 from bench.engines.client import EngineProcess
 from bench.peers import Peers
 from bench.peers.install import PeerMissing
-from twinstage.engine.settings import WorkerSettings
+from twinstage.hosting.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 OwnOptions = Mapping[str, str]

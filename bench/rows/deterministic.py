@@ -6,7 +6,7 @@ from bench.contest import Contest, Rate
 from bench.results import Comparison, RowResult
 from bench.row import Context, Row
 from bench.summary import ratios
-from twinstage.engine.settings import WorkerSettings
+from twinstage.hosting.settings import WorkerSettings
 
 CONTEXT = 200  # tokens that each decoding sequence has
 STEPS = {1: 32, 4: 16, 8: 16, 16: 8, 32: 8}  # batch -> steps that are timed

@@ -19,8 +19,8 @@ from typing import Generic, NoReturn, TypeVar
 
 import grpc
 
-from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError, IntegrityError, ModelError
+from twinstage.hosting.settings import WorkerSettings
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
-from twinstage.engine.load_board import LoadBoard
 from twinstage.errors import FieldViolation, InvalidRequest, NotFound, Unavailable
+from twinstage.hosting.load_board import LoadBoard
 from twinstage.rpc.convert_worker import worker_description_to_proto, worker_load_to_proto
 from twinstage.telemetry.log import get_logger
 from twinstage.types import WorkerDescription

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twinstage.engine.core import EngineCore
-from twinstage.engine.found_model import FoundModel, report_progress
 from twinstage.engine.output import EngineConfig
 from twinstage.engine.runner import choose_runner
-from twinstage.engine.settings import WorkerSettings
 from twinstage.errors import ConfigError
+from twinstage.hosting.found_model import FoundModel, report_progress
+from twinstage.hosting.settings import WorkerSettings
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory

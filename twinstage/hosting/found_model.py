@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinstage.engine.settings import WorkerSettings
+from twinstage.hosting.settings import WorkerSettings
 from twinstage.models.resolve import ResolvedModel, resolve_model
 from twinstage.telemetry.log import get_logger
 from twinstage.text.bundle import TokenizerBundle, read_bundle
