@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from router.catalog import find_model
-from router.worker_entry import WorkerEntry
+from router.reset_book import Scope
+from router.worker_entry import WorkerLife
 from router.workers import WorkerTable
-from twinstage.errors import NotFound
+from twinstage.errors import NotFound, WorkerLost
 from twinstage.types import Role, WorkerId
 
 RESET_TIMEOUT_S = 5.0
@@ -20,16 +21,18 @@ async def reset_prefix_caches(
     """Empty the caches of the workers of `model` (default: all) or of one worker; who was told, and the blocks dropped.
 
     Prefill workers come first: a decode worker caches only what it granted after its own reset, and for that a prefill
-    worker finds nothing old any more. A worker that is lost is told when it comes back, before it serves.
+    worker finds nothing old any more. Whoever is not connected now is told when it is, before it serves; this router
+    remembers that for as long as it runs.
 
     Raises NotFound, or what a worker that is connected failed with.
     """
-    entries = _chosen(workers, model=model, worker_id=worker_id)
+    lives = _chosen(workers, model=model, worker_id=worker_id)
+    workers.resets.ask(Scope(model=model, worker_id=worker_id))  # no await since: who connects now sees it
     workers.prefixes.clear()  # of the others, too: they will be learned again
     dropped: list[tuple[WorkerId, int]] = []
     for role in (Role.PREFILL, Role.DECODE):
-        of_role = [entry for entry in entries if entry.description is not None and entry.description.role is role]
-        answers = await asyncio.gather(*(_reset(entry) for entry in of_role), return_exceptions=True)
+        of_role = [life for life in lives if life.description.role is role]
+        answers = await asyncio.gather(*(_reset(workers, life) for life in of_role), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -38,27 +41,25 @@ async def reset_prefix_caches(
     return sorted(dropped)
 
 
-def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[WorkerEntry]:
+def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[WorkerLife]:
+    """The connected ones of the workers that are asked for, of which at least one must be known by its name."""
     if model:
         find_model(workers.models, model, task=None)
-    chosen = [
-        entry
-        for entry in workers.entries
-        if entry.description is not None
-        and model in ("", entry.description.model.name)
-        and worker_id in ("", entry.description.worker_id)
-    ]
-    if worker_id and not chosen:
+    scope = Scope(model=model, worker_id=worker_id)
+    known = [entry for entry in workers.entries if entry.description is not None and scope.covers(entry.description)]
+    if worker_id and not known:
         raise NotFound(f"there is no such worker as {worker_id!r}", resource_type="worker", resource_name=worker_id)
-    return chosen
+    return [entry.life for entry in known if entry.life is not None]
 
 
-async def _reset(entry: WorkerEntry) -> tuple[WorkerId, int] | None:
-    """The worker and the blocks it dropped; None when it is not there now."""
-    entry.owes_reset = True
-    life = entry.life
-    if life is None:
+async def _reset(workers: WorkerTable, life: WorkerLife) -> tuple[WorkerId, int] | None:
+    """The worker and the blocks it dropped; None when it was lost meanwhile, and so owes the reset."""
+    number = workers.resets.owed(life.description)
+    try:
+        dropped = await life.connection.reset_prefix_cache(timeout_s=RESET_TIMEOUT_S)
+    except WorkerLost:
+        if any(entry.life is life for entry in workers.entries):
+            raise
         return None
-    dropped = await life.connection.reset_prefix_cache(timeout_s=RESET_TIMEOUT_S)
-    entry.owes_reset = False
+    workers.resets.had(life.description, number)
     return life.description.worker_id, dropped

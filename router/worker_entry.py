@@ -79,7 +79,6 @@ class WorkerEntry:
     load: WorkerLoad | None = None
     refusal: str = ""
     detail: str = ""
-    owes_reset: bool = False  # its prefix cache was to be emptied while it could not be told
     logged_state: WorkerState = WorkerState.CONNECTING
 
     @property

@@ -22,6 +22,7 @@ from router.discovery import NameWatcher, WorkerSource
 from router.pairing import choose_pairing, disagreement
 from router.placement import Snapshot, WorkerKey
 from router.prefix_memory import PrefixMemory
+from router.reset_book import ResetBook
 from router.tokenizer_cache import TokenizerCache
 from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerEntry, WorkerLife, WorkerState, served_model
@@ -55,6 +56,7 @@ class WorkerTable:
         self._watchers: list[tuple[NameWatcher, asyncio.Task[None]]] = []
         self._tokenizers = TokenizerCache()
         self.prefixes = PrefixMemory()
+        self.resets = ResetBook()
 
     # --- what the router asks ---------------------------------------------------------------------
 
@@ -171,16 +173,14 @@ class WorkerTable:
         try:
             entry.description = description = await connection.describe(timeout_s=CONTACT_TIMEOUT_S)
             _check_protocol(description)
-            if entry.owes_reset:  # it may be the one that was lost, with all it had
-                await connection.reset_prefix_cache(timeout_s=CONTACT_TIMEOUT_S)
-                entry.owes_reset = False
             tokenizer = await self._tokenizers.get(connection, description.model.tokenizer_fingerprint)
             session = None
             if description.role is Role.DECODE:
                 session = await connection.open_session(timeout_s=CONTACT_TIMEOUT_S)
             life = WorkerLife(description=description, connection=connection, tokenizer=tokenizer, session=session)
+            await self._pay_resets(life)
             self._check_known_once(entry, description)
-            entry.life = life
+            entry.life = life  # no await since the last look: a reset was either seen there or sees this life
             backoff.reset()
             if session is None:
                 await self._follow_load(entry, life)
@@ -190,6 +190,12 @@ class WorkerTable:
             if life_ended is not None and life_ended.session is not None:
                 life_ended.session.close()
             await connection.close()
+
+    async def _pay_resets(self, life: WorkerLife) -> None:
+        """Let a worker that does not serve yet forget what it may have from before a reset that it has not had."""
+        while number := self.resets.owed(life.description):
+            await life.connection.reset_prefix_cache(timeout_s=CONTACT_TIMEOUT_S)
+            self.resets.had(life.description, number)
 
     def _check_known_once(self, entry: WorkerEntry, description: WorkerDescription) -> None:
         """Raises HandshakeRefused for a worker that is known by another address already."""

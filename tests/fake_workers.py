@@ -208,6 +208,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetTokenizerBundle(  # noqa: N802
         self, request: worker_pb2.GetTokenizerBundleRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GetTokenizerBundleResponse]:
+        await self.script.enter("bundle")
         data = self.bundle.to_bytes()
         yield worker_pb2.GetTokenizerBundleResponse(data=data[:100])
         yield worker_pb2.GetTokenizerBundleResponse(data=data[100:])
