@@ -105,7 +105,7 @@ def test_unknown_blocks_have_no_generation() -> None:
 def test_taking_over_moves_the_victims_blocks() -> None:
     pool = BlockPool(4)
     table, victim = pool.allocate(1, owner="a"), pool.allocate(3, owner="b")
-    table.take_over(victim, 2)
+    assert table.take_over([victim], 2) == [victim]
     assert len(table) == 3
     assert len(victim) == 0
     assert pool.num_free == 1
@@ -113,16 +113,26 @@ def test_taking_over_moves_the_victims_blocks() -> None:
     pool.check_integrity()
 
 
-def test_a_take_over_that_is_not_enough_releases_the_victim_and_tells() -> None:
+def test_a_take_over_that_is_not_enough_changes_nothing() -> None:
     pool = BlockPool(4)
-    told: list[int] = []
     table, victim = pool.allocate(1, owner="a"), pool.allocate(1, owner="b")
     pool.allocate(2, owner="c")
+    with pytest.raises(KvExhausted, match="2 KV blocks wanted"):
+        table.take_over([victim], 2)
+    assert (len(table), len(victim), pool.num_free) == (1, 1, 0)
+    pool.check_integrity()
+
+
+def test_a_take_over_releases_the_first_that_are_enough_and_tells_of_what_is_left() -> None:
+    pool = BlockPool(8)
+    told: list[int] = []
+    table = pool.allocate(1, owner="table")
+    small, large, last = (pool.allocate(count, owner="victim") for count in (1, 4, 2))
     pool.add_free_listener(lambda: told.append(pool.num_free))
-    with pytest.raises(KvExhausted):
-        table.take_over(victim, 2)
-    assert (len(table), len(victim), pool.num_free) == (1, 0, 1)
-    assert told == [1]
+    assert table.take_over([small, large, last], 3) == [large], "without the first, the second is still enough"
+    assert (len(small), len(table), pool.num_free, told) == (1, 4, 1, [1])
+    assert table.take_over([small, last], 1) == []
+    assert table.take_over([small, last], 2) == [last]
     pool.check_integrity()
 
 

@@ -35,6 +35,7 @@ from twinstage.errors import (
 )
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import blocks_for
+from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.types import FinishReason, ProducedToken, RequestId, SequenceSpec
 
 R = RequestId("r")
@@ -348,6 +349,81 @@ def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
     assert starts.count("high") == 1
     assert starts.count("low-old") == 1
     assert starts.count("low-new") > 1
+
+
+def share_prompt(core: EngineCore, name: str, *, prompt: range, priority: int = 0) -> SequenceSpec:
+    """Add a sequence that was prefilled elsewhere, with blocks for its prompt all of which are known here."""
+    spec = make_spec(name, prompt=prompt, max_tokens=6, priority=priority)
+    chain = PrefixHasher("fake", block_size=BLOCK_SIZE).chain(prompt)
+    table = core.pool.allocate(len(chain.hashes), owner="intake", prefix=chain.hashes)
+    assert table.num_shared == len(table)
+    core.add_prefilled(spec, table, ProducedToken(token_id=greedy_continuation(list(prompt), 1)[0]), hashes=chain)
+    return spec
+
+
+def test_a_sequence_whose_blocks_are_all_shared_is_not_preempted_in_vain() -> None:
+    core, _, pool = make_core(num_blocks=16, max_tokens_per_step=20, caches=True)
+    specs = [
+        make_spec("best", prompt=range(12), max_tokens=12, priority=2),
+        make_spec("own", prompt=range(50, 57), max_tokens=12, priority=1),
+    ]
+    for spec in specs:
+        core.add(spec)
+    collected = Collected()
+    for _ in range(5):
+        collected.take(core.step())  # "best" then has four full blocks
+    shares = share_prompt(core, "shares", prompt=range(12))
+    reservation = pool.allocate(pool.num_free, owner="reservation")
+    output = core.step()
+    assert output.preempted == ("own",)
+    assert {chunk.request_id for chunk in output.chunks} == {"best", "shares"}
+    collected.take(output)
+    reservation.release()
+    drain(core, collected)
+    for spec in specs:
+        assert collected.tokens[spec.request_id] == generate_alone(spec)[0]
+    assert collected.tokens["shares"] == generate_alone(shares)[0][1:]
+    assert pool.num_free == 16
+
+
+def test_sequences_that_share_all_they_have_with_one_another_are_preempted_together() -> None:
+    """Alone neither of them frees anything; if neither went, the best-ranked one would wait for blocks forever."""
+    core, _, pool = make_core(num_blocks=16, max_tokens_per_step=20, caches=True)
+    core.add(make_spec("publisher", prompt=range(12), max_tokens=1))
+    best = make_spec("best", prompt=range(50, 58), max_tokens=4, priority=1)
+    collected = Collected()
+    collected.take(core.step())
+    core.add(best)
+    collected.take(core.step())
+    shares = [share_prompt(core, name, prompt=range(12)) for name in ("one", "two")]
+    reservation = pool.allocate(pool.num_free, owner="reservation")
+    output = core.step()
+    assert output.preempted == ("two", "one")
+    collected.take(output)
+    drain(core, collected)  # with the reservation as it is
+    reservation.release()
+    assert collected.tokens["best"] == generate_alone(best)[0]
+    for spec in shares:
+        assert collected.tokens[spec.request_id] == generate_alone(spec)[0][1:]
+    assert pool.num_free == 16
+
+
+def test_nobody_is_preempted_while_all_of_worse_rank_free_too_little() -> None:
+    core, _, pool = make_core(num_blocks=16, max_tokens_per_step=20, caches=True)
+    best = make_spec("best", prompt=range(12), max_tokens=8, priority=1)
+    core.add(best)
+    collected = Collected()
+    collected.take(core.step())
+    shares = share_prompt(core, "shares", prompt=range(12))
+    reservation = pool.allocate(pool.num_free, owner="reservation")
+    for _ in range(3):
+        output = core.step()
+        assert not output.preempted
+        assert output.num_computed_tokens == 0
+    reservation.release()
+    drain(core, collected)
+    assert collected.tokens["best"] == generate_alone(best)[0]
+    assert collected.tokens["shares"] == generate_alone(shares)[0][1:]
 
 
 def test_higher_priority_is_served_first() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fake_runner import BLOCK_SIZE, VOCAB, Collected, FakeRunner, drain, generate_alone, make_core, make_spec
-from twinstage.engine.core import EngineCore
+from twinstage.engine.core import EngineConfig, EngineCore
+from twinstage.engine.plan import StepPlan
 from twinstage.kv.block_pool import BlockPool, PrefixLookups
 from twinstage.kv.layout import blocks_for
-from twinstage.kv.prefix_index import PrefixHasher
+from twinstage.kv.prefix_index import BlockHash, PrefixHasher, PrefixIndex
 from twinstage.types import ProducedToken, RequestId, SequenceSpec
 
 HASHER = PrefixHasher("fake", block_size=BLOCK_SIZE)
@@ -135,6 +140,142 @@ def test_after_a_reset_everything_is_computed_again() -> None:
     run_alone(core, make_spec("reset", prompt=range(18), max_tokens=1))
     run_alone(core, make_spec("warm", prompt=range(18), max_tokens=1))
     assert [computed_in(runner, name)[0][0] for name in ("reset", "warm")] == [0, 16]
+
+
+# --- what must not be found ---------------------------------------------------------------------
+
+
+class FaultyRunner(FakeRunner):
+    """While `is_broken`, what it writes is no number; nor are the logits of whoever attends to that."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.is_broken = False
+        self.bad: set[tuple[int, int]] = set()  # (block, offset)
+
+    def write(self, block_ids: tuple[int, ...], token_ids: list[int], *, start: int, end: int) -> None:
+        super().write(block_ids, token_ids, start=start, end=end)
+        slots = {(block_ids[i // BLOCK_SIZE], i % BLOCK_SIZE) for i in range(start, end)}
+        self.bad = self.bad | slots if self.is_broken else self.bad - slots
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        logits = super().run(plan)
+        for row, chunk in zip(logits, [chunk for chunk in plan.chunks if chunk.samples], strict=True):
+            block_ids = chunk.sequence.table.block_ids
+            if any((block_ids[i // BLOCK_SIZE], i % BLOCK_SIZE) in self.bad for i in range(chunk.end)):
+                row[:] = np.nan
+        return logits
+
+
+def faulty_engine(**limits: int) -> tuple[EngineCore, FaultyRunner, BlockPool]:
+    pool = BlockPool(64)
+    runner = FaultyRunner(pool)
+    config = EngineConfig(
+        **{"max_num_sequences": 4, "max_tokens_per_step": 8, "max_model_len": 100, **limits}, block_size=BLOCK_SIZE
+    )
+    return EngineCore(runner, pool, config, hasher=HASHER), runner, pool
+
+
+@pytest.mark.parametrize("broken_step", range(3))
+def test_a_prompt_whose_logits_are_no_numbers_leaves_nothing_behind(broken_step: int) -> None:
+    """The fault is in an early chunk and shows only in the logits of the last one."""
+    core, runner, pool = faulty_engine()
+    core.add(make_spec("bad", prompt=range(20)))
+    failed: list[str] = []
+    for step in range(3):
+        runner.is_broken = step == broken_step
+        failed += [failure.request_id for failure in core.step().failed]
+        assert pool.num_cached == 0
+        if step < 2:
+            probe = pool.allocate(2, owner="another request", prefix=HASHER.chain(range(8)).hashes)
+            assert probe.num_shared == 0, "what nothing was sampled from is found"
+            probe.release()
+    assert failed == ["bad"]
+    runner.is_broken = False
+    expected = generate_alone(make_spec("x", prompt=range(20)))[0]
+    assert run_alone(core, make_spec("again", prompt=range(20))).tokens["again"] == expected
+    assert computed_in(runner, "again")[0] == (0, 8)
+    assert run_alone(core, make_spec("warm", prompt=range(20))).tokens["warm"] == expected
+    assert computed_in(runner, "warm")[0] == (16, 4)
+
+
+def test_a_prompt_that_is_aborted_half_way_leaves_nothing_behind_that_nobody_has_tried() -> None:
+    core, runner, pool = faulty_engine()
+    core.add(make_spec("bad", prompt=range(20)))
+    runner.is_broken = True
+    core.step()
+    core.abort(RequestId("bad"))
+    runner.is_broken = False
+    assert pool.num_cached == 0
+    assert run_alone(core, make_spec("again", prompt=range(20))).errors == {}
+
+
+def test_a_shared_beginning_that_went_bad_is_computed_again_by_the_next_one() -> None:
+    """Somebody whose logits are no numbers lets nobody find what it shares, and those who share it still may go on."""
+    core, runner, pool = faulty_engine()
+    expected = run_alone(core, make_spec("first", prompt=range(20), max_tokens=12)).tokens["first"]
+    for name in ("second", "third"):
+        core.add(make_spec(name, prompt=range(20), max_tokens=12))
+    core.step()
+    with pool.allocate(1, owner="probe", prefix=HASHER.chain(range(4)).hashes) as probe:
+        (shared,) = probe.block_ids
+        assert probe.num_shared == 1
+    runner.bad.add((shared, 0))  # the memory went bad
+    (failure, other) = core.step().failed
+    assert {failure.request_id, other.request_id} == {"second", "third"}
+    runner.is_broken = False
+    assert run_alone(core, make_spec("again", prompt=range(20), max_tokens=12)).tokens["again"] == expected
+    assert computed_in(runner, "again")[0] == (0, 8)
+    assert pool.num_free == pool.num_blocks
+
+
+def test_received_blocks_are_found_only_once_a_token_was_made_from_them() -> None:
+    prefill = make_core(hold=True, caches=True)
+    core, runner, pool = faulty_engine()
+    spec = make_spec("r", prompt=range(20), max_tokens=8)
+    runner.is_broken = True
+    hand_over(spec, prefill, (core, runner, pool))  # copies without `write`, so:
+    (table,) = pool._tables
+    runner.bad.add((table.block_ids[0], 0))
+    with pool.allocate(5, owner="next reservation", prefix=HASHER.chain(range(20)).hashes) as reservation:
+        assert reservation.num_shared == 0
+    (failure,) = core.step().failed
+    assert failure.request_id == "r"
+    assert (pool.num_cached, pool.num_free) == (0, pool.num_blocks)
+    runner.is_broken = False
+    runner.bad.clear()
+    hand_over(replace(spec, request_id=RequestId("again")), prefill, (core, runner, pool))
+    assert not drain(core).errors
+    with pool.allocate(5, owner="next reservation", prefix=HASHER.chain(range(20)).hashes) as reservation:
+        assert reservation.num_shared == 5
+
+
+# --- how often the index is asked ---------------------------------------------------------------
+
+
+def test_a_prompt_that_waits_asks_the_index_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _, pool = make_core(num_blocks=16, caches=True)
+    core.add(make_spec("old", prompt=range(40, 44), max_tokens=30))
+    core.step()
+    other = pool.allocate(8, owner="reservation")
+    core.add(make_spec("long", prompt=range(40), max_tokens=1))
+    asked: list[int] = []
+    match = PrefixIndex.match
+
+    def counting(index: PrefixIndex, hashes: Sequence[BlockHash], *, multiple: int = 1) -> list[int]:
+        asked.append(len(hashes)) if hashes else None
+        return match(index, hashes, multiple=multiple)
+
+    monkeypatch.setattr(PrefixIndex, "match", counting)
+    changes = pool.changes
+    for _ in range(16):
+        core.step()
+    assert core.load().waiting == 1
+    assert 0 < len(asked) <= 1 + pool.changes - changes < 16
+    asked.clear()
+    other.release()
+    assert "long" in drain(core).finish
+    assert asked
 
 
 # --- anything in any order, on a pair -------------------------------------------------------------

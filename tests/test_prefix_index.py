@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count as count_up
 from itertools import takewhile
 
 import pytest
@@ -14,6 +15,7 @@ from twinstage.errors import IntegrityError, KvExhausted
 from twinstage.kv.block_pool import FREE_GENERATION, BlockPool
 from twinstage.kv.block_table import BlockTable
 from twinstage.kv.prefix_index import BlockHash, PrefixHasher
+from twinstage.kv.shortage import Shortage
 
 SIZE = 4  # tokens in a block
 HASHER = PrefixHasher("layout", block_size=SIZE)
@@ -186,18 +188,39 @@ def test_a_reset_forgets_everything_and_what_was_begun_before_it() -> None:
     pool.check_integrity()
 
 
-def test_taking_over_frees_what_is_not_shared_with_others() -> None:
-    pool = BlockPool(4)
+def test_taking_over_releases_nobody_whose_blocks_others_hold() -> None:
+    pool = BlockPool(6)
     first = pool.allocate(2, owner="first")
     first.publish(0, names(range(8)))
-    victim = pool.allocate(3, owner="victim", prefix=names(range(8)))
-    table = pool.allocate(1, owner="table")
+    sharer = pool.allocate(2, owner="sharer", prefix=names(range(8)))
+    other, table = pool.allocate(3, owner="other"), pool.allocate(1, owner="table")
     with pytest.raises(KvExhausted):
-        table.take_over(victim, 2)
-    assert (len(table), len(victim), pool.num_free) == (1, 0, 1)
+        table.take_over([sharer], 1)
+    assert table.take_over([sharer, other], 1) == [other]
+    assert (len(sharer), len(table), pool.num_free) == (2, 2, 2)
+    assert table.take_over([sharer, first], 4) == [sharer, first], "together they free what they share"
+    assert (len(table), pool.num_cached) == (6, 0)
+    pool.check_integrity()
+
+
+def test_what_is_withdrawn_is_found_no_more_and_stays_with_its_holders() -> None:
+    pool = BlockPool(8)
+    first = pool.allocate(2, owner="first")
+    first.publish(0, names(range(8)))
+    second = pool.allocate(3, owner="second", prefix=names(range(8)))
+    second.publish(2, names(range(12))[2:])
+    first.withdraw()
+    assert pool.allocate(0, owner="late").grow(1, prefix=names(range(4))) == 0
+    assert second.block_ids[:2] == first.block_ids
+    assert [pool.generation_of(block_id) for block_id in second.block_ids] == [FREE_GENERATION] * 3
+    pool.check_integrity()
     first.release()
-    table.grow(3)  # evicts both
-    assert pool.num_cached == 0
+    second.release()
+    assert (pool.num_free, pool.num_cached) == (8 - 1, 1)
+    again = pool.allocate(2, owner="again", prefix=names(range(8)))
+    assert again.num_shared == 0
+    again.publish(0, names(range(8)))
+    assert pool.allocate(3, owner="all", prefix=names(range(12))).num_shared == 3
     pool.check_integrity()
 
 
@@ -250,6 +273,8 @@ class PrefixMachine(RuleBasedStateMachine):
         self.known: dict[BlockHash, int] = {}  # holders by name
         self.idle: list[BlockHash] = []
         self.content: dict[int, tuple[int, ...]] = {}
+        self.serial = count_up()
+        self.shortage: tuple[list[int], int, Shortage] | None = None  # what was wanted in vain, and when
 
     def num_free(self) -> int:
         owned = sum(held.names.count(None) for held in self.tables)
@@ -272,8 +297,9 @@ class PrefixMachine(RuleBasedStateMachine):
     def allocate(self, tokens: list[int], keep_free: int) -> None:
         count, wished = -(-len(tokens) // SIZE), names(tokens)
         hits = list(takewhile(lambda name: name in self.known, wished))
-        wanted = count - sum(self.known[name] > 0 for name in hits)
+        wanted = self.wanted(tokens)
         if wanted + keep_free > self.num_free():
+            self.shortage = tokens, keep_free, Shortage(changes=self.pool.changes, keep_free=keep_free)
             with pytest.raises(KvExhausted):
                 self.pool.allocate(count, owner="x", keep_free=keep_free, prefix=wished)
             return
@@ -285,6 +311,11 @@ class PrefixMachine(RuleBasedStateMachine):
         self.take(count, hits)
         held: list[BlockHash | None] = [*hits, *[None] * (count - len(hits))]
         self.tables.append(Held(table, tokens, held))
+
+    def wanted(self, tokens: list[int]) -> int:
+        """Free blocks that a sequence takes."""
+        hits = takewhile(lambda name: name in self.known, names(tokens))
+        return -(-len(tokens) // SIZE) - sum(self.known[name] > 0 for name in hits)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -322,6 +353,64 @@ class PrefixMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(self.tables))
         held.table.release()
+        self.let_go(held)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.tables))
+        held.table.withdraw()
+        for name in [name for name in held.names if name in self.known]:
+            del self.known[name]
+            forgotten = BlockHash(b"withdrawn %d " % next(self.serial) + name)  # still shared by those who hold it
+            for other in self.tables:
+                other.names = [forgotten if mine == name else mine for mine in other.names]
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def grow(self, data: st.DataObject, count: int) -> None:
+        held = data.draw(st.sampled_from(self.tables))
+        if count > self.num_free():
+            with pytest.raises(KvExhausted):
+                held.table.grow(count)
+            return
+        held.table.grow(count)
+        self.evict(count)
+        held.names += [None] * count
+
+    @precondition(lambda self: len(self.tables) > 1)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def take_over(self, data: st.DataObject, count: int) -> None:
+        order = data.draw(st.permutations(self.tables))
+        held, candidates = order[0], order[1 : 1 + data.draw(st.integers(1, len(order) - 1))]
+        if self.num_free_without(candidates) < count:
+            with pytest.raises(KvExhausted):
+                held.table.take_over([other.table for other in candidates], count)
+            return
+        released = held.table.take_over([other.table for other in candidates], count)
+        victims = [other for other in candidates if other.table in released]
+        assert self.num_free_without(victims) >= count
+        for spared in victims:
+            rest = [other for other in victims if other is not spared]
+            assert self.num_free_without(rest) < count, "a table was released in vain"
+        for victim in victims:  # in the order of release
+            self.let_go(victim)
+        self.evict(count)
+        held.names += [None] * count
+
+    def num_free_without(self, released: list[Held]) -> int:
+        tables, self.tables = self.tables, [held for held in self.tables if held not in released]
+        try:
+            return self.num_free()
+        finally:
+            self.tables = tables
+
+    def evict(self, count: int) -> None:
+        """Before `count` blocks are taken: the oldest idle ones go when there are not as many empty ones."""
+        for _ in range(max(0, count - (self.num_free() - len(self.idle)))):
+            del self.known[self.idle.pop(0)]
+
+    def let_go(self, held: Held) -> None:
         self.tables.remove(held)
         for name in reversed(held.names):
             if name in self.known:
@@ -337,7 +426,16 @@ class PrefixMachine(RuleBasedStateMachine):
         for held in self.tables:
             held.is_before_reset = True
             # What is held is not found any more, but its holders still share it: a name that nobody looks up.
-            held.names = [None if name is None else BlockHash(b"forgotten" + name) for name in held.names]
+            held.names = [None if name is None else BlockHash(b"forgotten " + name) for name in held.names]
+
+    @invariant()
+    def a_shortage_is_over_only_after_a_change(self) -> None:
+        if self.shortage is None:
+            return
+        tokens, keep_free, shortage = self.shortage
+        if not shortage.may_be_over(self.pool, keep_free=keep_free):
+            assert self.wanted(tokens) + keep_free > self.num_free()
+        assert not keep_free or shortage.may_be_over(self.pool, keep_free=keep_free - 1)
 
     @invariant()
     def books_balance(self) -> None:

@@ -164,7 +164,6 @@ class EngineCore:
             num_published_blocks=table.num_shared,
         )
         self._live[spec.request_id] = sequence
-        self._prefix_cache.publish(sequence)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         if finish is None:
             self._decode.add(sequence)
@@ -268,12 +267,13 @@ class EngineCore:
         sequence.mark_computed(chunk.end)
         if is_prefill:
             self._record.computed.append(computed_chunk(sequence))
-        if isinstance(token, ComputeFailed):
-            self._fail(sequence, token)
-            return
-        self._prefix_cache.publish(sequence)  # not before: what gave logits that are no numbers is not to be found
         if token is None:
             return
+        if isinstance(token, ComputeFailed):
+            self._prefix_cache.withdraw(sequence)
+            self._fail(sequence, token)
+            return
+        self._prefix_cache.publish(sequence)
         sequence.output_token_ids.append(token.token_id)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         self._record.chunks.append(TokenChunk(request_id=sequence.request_id, tokens=(token,), finish=finish))

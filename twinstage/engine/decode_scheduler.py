@@ -1,11 +1,13 @@
 """Which sequences get their next token in a step, and who gives up blocks when they run out. Torch-free.
 
-    decoding ──needs a block, none free──> the sequence of the worst rank is preempted; when that is itself, it waits
+    decoding ──needs a block, none free──> those of worse rank that free one are preempted, the worst first
+             └──they free none──> it waits
     preempted: its blocks are gone; prompt and output are computed again later
 
-The best-ranked sequence can take blocks from all others, so it always advances: there is no livelock. Waiting instead
-of preempting itself keeps what was computed: blocks that nobody in the engine holds (reservations of intake, prompts
-in transfer) come back by themselves.
+Releasing a sequence frees only what nobody else holds: one whose blocks are all shared is not preempted in vain.
+The best-ranked sequence can take blocks from all others, so it advances, unless all that it lacks is held outside of
+the engine (reservations of intake, prompts in transfer), and that comes back by itself: there is no livelock. Waiting
+instead of preempting keeps what was computed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice
+from itertools import islice, takewhile
 
 from twinstage.engine.plan import ScheduledChunk
 from twinstage.engine.prefill_scheduler import by_rank
@@ -55,8 +57,8 @@ class DecodeScheduler:
 
     def schedule(self, *, prefilling: list[Sequence]) -> DecodeDecision:
         """One token for each sequence of the batch: the best-ranked of those that decode and those in `prefilling`."""
-        by_worst = list(merge(prefilling, self.decoding, key=by_rank))
-        batch = list(islice(by_worst, self._max_num_sequences))
+        ranked = list(merge(prefilling, self.decoding, key=by_rank))
+        batch = list(islice(ranked, self._max_num_sequences))
         computing = set(map(id, prefilling))
         decision = DecodeDecision()
         for sequence in batch:
@@ -64,34 +66,33 @@ class DecodeScheduler:
                 continue
             if self._blocks_of(sequence) > self._pool.num_blocks:
                 decision.impossible.append(sequence)
-            elif self._make_room(sequence, by_worst, decision):
+            elif self._make_room(sequence, ranked, decision):
                 start = sequence.num_computed_tokens
                 decision.chunks.append(ScheduledChunk(sequence=sequence, start=start, length=1, samples=True))
         return decision
 
-    def _make_room(self, sequence: Sequence, by_worst: list[Sequence], decision: DecodeDecision) -> bool:
-        """Own a block for the next token, at the cost of those at the end of `by_worst`; whether that succeeded."""
+    def _make_room(self, sequence: Sequence, ranked: list[Sequence], decision: DecodeDecision) -> bool:
+        """Own a block for the next token, at the cost of those after it in `ranked`; whether that succeeded."""
         missing = self._blocks_of(sequence) - len(sequence.table)
         if missing <= 0:
             return True
         try:
             sequence.table.grow(missing)
         except KvExhausted:
-            return self._preempt_for(sequence, missing, by_worst=by_worst, decision=decision)
+            return self._preempt_for(sequence, missing, ranked=ranked, decision=decision)
         return True
 
     def _preempt_for(
-        self, sequence: Sequence, missing: int, *, by_worst: list[Sequence], decision: DecodeDecision
+        self, sequence: Sequence, missing: int, *, ranked: list[Sequence], decision: DecodeDecision
     ) -> bool:
-        while by_worst[-1] is not sequence:
-            victim = by_worst.pop()
-            decision.preempted.append(victim)
-            try:
-                sequence.table.take_over(victim.table, missing)
-            except KvExhausted:
-                continue
-            return True
-        return False
+        worse = takewhile(lambda other: other is not sequence, reversed(ranked))
+        by_table = {id(other.table): other for other in worse if other not in decision.preempted}
+        try:
+            released = sequence.table.take_over([other.table for other in by_table.values()], missing)
+        except KvExhausted:
+            return False
+        decision.preempted += [by_table[id(table)] for table in released]
+        return True
 
     def _blocks_of(self, sequence: Sequence) -> int:
         """Blocks it owns once its next token is computed."""

@@ -23,6 +23,7 @@ from twinstage.engine.sequence import Sequence
 from twinstage.errors import KvExhausted
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import blocks_for
+from twinstage.kv.shortage import Shortage
 
 by_rank = attrgetter("rank")
 
@@ -91,12 +92,22 @@ class PrefillScheduler:
             if ahead >= self._max_num_sequences:
                 return
             growing = len(self.prefilling) + len(decoding) if self._decodes_here else 0
-            try:
-                self._prefix_cache.take_blocks(sequence, keep_free=growing)
-            except KvExhausted:
+            if not self._take_blocks(sequence, keep_free=growing):
                 return
             self.waiting.pop(0)
             insort(self.prefilling, sequence, key=by_rank)
+
+    def _take_blocks(self, sequence: Sequence, *, keep_free: int) -> bool:
+        """Whether it has its blocks now. In vain is tried once, until something changed in the pool."""
+        if sequence.shortage is not None and not sequence.shortage.may_be_over(self._pool, keep_free=keep_free):
+            return False
+        changes = self._pool.changes
+        try:
+            self._prefix_cache.take_blocks(sequence, keep_free=keep_free)
+        except KvExhausted:
+            sequence.shortage = Shortage(changes=changes, keep_free=keep_free)
+            return False
+        return True
 
     def schedule(self, *, max_chunks: int) -> list[ScheduledChunk]:
         """The next chunks, at most `max_chunks` of them and at most `chunk_size` tokens together."""

@@ -1,5 +1,11 @@
 """What the engine does with beginnings that are known: takes them where a sequence starts, publishes what it computed.
 
+    computed ──a token was sampled after it──> published ──logits after it were no numbers──> withdrawn
+
+A model can fail in silence: keys and values that are no numbers show in the logits of a later token only. So blocks are
+published once a token was sampled that attends to them, and when a sequence gets logits that are no numbers, none of
+its blocks is found any more, be it its own or shared: one of them may be why, and a retry computes them all.
+
 Torch-free. Without a hasher nothing is found and nothing published: every token is computed.
 """
 
@@ -34,19 +40,24 @@ class PrefixCache:
 
         Raises KvExhausted, with nothing changed, unless `keep_free` blocks more remain free.
         """
+        sequence.looked_up_at = sequence.table.pool_changes
         count = blocks_for(sequence.num_tokens, block_size=self._block_size)
         hits = sequence.table.grow(count, keep_free=keep_free, prefix=self._wanted(sequence), multiple=self._multiple)
         self._skip(sequence, hits)
 
     def look_again(self, sequence: Sequence) -> None:
-        """Take what became known since: by a sequence with the same beginning that is ahead of this one."""
+        """Take what became known since the last time, of a sequence with the same beginning that was ahead."""
+        changes = sequence.table.pool_changes
+        if changes == sequence.looked_up_at:
+            return
+        sequence.looked_up_at = changes
         start, offset = divmod(sequence.num_computed_tokens, self._block_size)
         wanted = self._wanted(sequence)[start:]
         if wanted and not offset and not start % self._multiple:
             self._skip(sequence, sequence.table.exchange(start, wanted, multiple=self._multiple))
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the blocks known that were completed since the last time."""
+        """Make the blocks known that were completed since the last time. To be called when a token was sampled."""
         start, end = sequence.num_published_blocks, sequence.num_computed_tokens // self._block_size
         if self._whole_chunks:
             num_prompt_blocks = len(sequence.spec.prompt_token_ids) // self._block_size
@@ -56,9 +67,14 @@ class PrefixCache:
         sequence.table.publish(start, self._names(sequence, self._hasher, end=end)[start:end])
         sequence.num_published_blocks = end
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Let nobody find the blocks of a sequence whose logits are no numbers."""
+        sequence.table.withdraw()
+
     def _skip(self, sequence: Sequence, num_blocks: int) -> None:
+        if sequence.num_published_blocks * self._block_size == sequence.num_computed_tokens:
+            sequence.num_published_blocks += num_blocks
         sequence.num_computed_tokens += num_blocks * self._block_size
-        sequence.num_published_blocks += num_blocks
 
     def _wanted(self, sequence: Sequence) -> Items[BlockHash]:
         """Names of the blocks that need not be computed; the last token must be, for its logits."""

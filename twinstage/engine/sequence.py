@@ -17,6 +17,7 @@ from twinstage.errors import FieldViolation, KvExhausted
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain
+from twinstage.kv.shortage import Shortage
 from twinstage.types import Finish, FinishReason, RequestId, SequenceSpec
 
 
@@ -51,6 +52,8 @@ class Sequence:
     computed_prompt_tokens: int = 0
     hashes: HashChain | None = None  # names of the leading blocks, as far as anybody asked
     num_published_blocks: int = 0  # leading ones that the prefix index has heard of
+    shortage: Shortage | None = None  # why it waits for blocks
+    looked_up_at: int | None = None  # `BlockPool.changes` when the prefix index was last asked for more
 
     @property
     def request_id(self) -> RequestId:
@@ -85,6 +88,8 @@ class Sequence:
         self.table = table
         self.num_computed_tokens = 0
         self.num_published_blocks = 0
+        self.shortage = None
+        self.looked_up_at = None
 
     def mark_computed(self, end: int) -> None:
         """The tokens before `end` are computed now."""

@@ -4,9 +4,12 @@
       ^                         │                  ^                        │
       └───────── release ───────┘                  └── allocate with prefix ┘
 
+    sealed ──withdraw, or reset──> sealed and unknown ──last release──> free
+
     free     nobody holds it, its content means nothing
     owned    exactly one BlockTable holds it, and may write it
-    sealed   complete and read-only: the prefix index knows what is in it; any number of tables hold it
+    sealed   complete and read-only: the prefix index knows what is in it, unless that was withdrawn; any number of
+             tables hold it
     cached   nobody holds it, but the index still knows it; counts as free, the least recently used is evicted first
 
 A `BlockTable` is the holding. Every table has a generation of its own; the blocks that it owns answer it, all others
@@ -28,6 +31,7 @@ from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHand
 from twinstage.kv.block_table import BlockTable
 from twinstage.kv.pool_check import check_books
 from twinstage.kv.prefix_index import BlockHash, PrefixIndex
+from twinstage.kv.victims import choose_victims
 
 __all__ = ["FREE_GENERATION", "BlockPool", "BlockTable", "PrefixLookups"]
 
@@ -60,6 +64,7 @@ class BlockPool:
         self._last_generation = FREE_GENERATION
         self._index = PrefixIndex()
         self._resets = 0
+        self._changes = 0
         self._lookups = PrefixLookups()
         self._tables: set[BlockTable] = set()
         self._free_listeners: tuple[Callable[[], None], ...] = ()
@@ -74,6 +79,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content is known."""
         return len(self._cached)
+
+    @property
+    def changes(self) -> int:
+        """Counts what lets a taking succeed that failed, or find more: blocks came back, or content became known."""
+        return self._changes
 
     @property
     def prefix_lookups(self) -> PrefixLookups:
@@ -173,6 +183,12 @@ class BlockPool:
             for block_id, name in zip(table._block_ids[start:], hashes, strict=False):
                 if self._generations[block_id] == table.generation and self._index.add(name, block_id):
                     self._generations[block_id] = FREE_GENERATION
+                    self._changes += 1
+
+    def _withdraw(self, table: BlockTable) -> None:
+        with self._lock:
+            for block_id in table._block_ids:
+                self._index.discard(block_id)
 
     def _release(self, table: BlockTable) -> None:
         with self._lock:
@@ -182,20 +198,21 @@ class BlockPool:
         if is_more_free:
             self._tell_listeners()
 
-    def _take_over(self, table: BlockTable, victim: BlockTable, count: int) -> None:
-        shortage: KvExhausted | None = None
+    def _take_over(self, table: BlockTable, candidates: Sequence[BlockTable], count: int) -> list[BlockTable]:
         with self._lock:
             free_before = self._num_free
-            self._give_back(victim)
-            try:
-                self._append(table, count, 0, (), 1)
-            except KvExhausted as error:
-                shortage = error
+            held = [candidate._block_ids for candidate in candidates]
+            chosen = choose_victims(held, self._holders, wanted=count - free_before)
+            if chosen is None:
+                raise KvExhausted(f"{count} KV blocks wanted, {len(candidates)} tables do not free as many")
+            victims = [candidates[position] for position in chosen]
+            for victim in victims:
+                self._give_back(victim)
+            self._append(table, count, 0, (), 1)
             is_more_free = self._num_free > free_before
         if is_more_free:
             self._tell_listeners()
-        if shortage is not None:
-            raise shortage
+        return victims
 
     def _tell_listeners(self) -> None:
         for listener in self._free_listeners:
@@ -250,6 +267,7 @@ class BlockPool:
         if self._holders[block_id]:
             return
         self._generations[block_id] = FREE_GENERATION
+        self._changes += 1
         if block_id in self._index:
             self._cached[block_id] = None
         else:

@@ -30,6 +30,11 @@ class BlockTable:
         self.num_shared = 0  # leading blocks that came from the prefix index when the table got its first blocks
 
     @property
+    def pool_changes(self) -> int:
+        """`BlockPool.changes` of its pool."""
+        return self._pool.changes
+
+    @property
     def block_ids(self) -> tuple[int, ...]:
         """The blocks in order; empty once released."""
         return self._block_ids
@@ -58,12 +63,17 @@ class BlockTable:
         """
         self._pool._publish(self, start, hashes)
 
-    def take_over(self, victim: BlockTable, count: int) -> None:
-        """Release `victim` and append `count` blocks, with no moment in between when another thread could take them.
+    def withdraw(self) -> None:
+        """Forget what is in these blocks, shared ones too: it is not found any more. Who holds them keeps them."""
+        self._pool._withdraw(self)
 
-        Raises KvExhausted when that is not enough; `victim` is released all the same.
+    def take_over(self, candidates: Sequence[BlockTable], count: int) -> list[BlockTable]:
+        """Append `count` blocks, for which as few of `candidates` as that takes are released; returns those.
+
+        The first ones are taken first, but none that frees nothing. There is no moment in between when another thread
+        could take the blocks. Raises KvExhausted, with nothing changed, when all candidates together are not enough.
         """
-        self._pool._take_over(self, victim, count)
+        return self._pool._take_over(self, candidates, count)
 
     def release(self) -> None:
         """Give all blocks back. Idempotent."""
