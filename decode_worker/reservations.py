@@ -79,6 +79,8 @@ class Reservations(Generic[Reserved]):
         self._waiters.append(waiter)
         self._on_change()
         self.serve()
+        if result.done():
+            return result.result()
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.wait([result])

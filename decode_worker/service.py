@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from decode_worker.sessions import SequenceTotals, Session, SessionMessage, SessionStep
-from twinstage.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from decode_worker.sessions import SequenceTotals, Session, SessionFailure, SessionGrant, SessionMessage, SessionStep
+from twinstage.errors import DeadlineExceeded, FieldViolation, InternalError, InvalidRequest, TwinstageError
 from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
+from twinstage.telemetry.log import get_logger
 from twinstage.types import RequestId
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:  # it imports torch, which the process does only once its server answers
     from decode_worker.worker import DecodeWorker
+
+logger = get_logger(__name__)
 
 SERVICE_NAME = "twinstage.worker.v1.DecodeService"
 OPEN_TIMEOUT_S = 10.0  # until a session's first message has come
@@ -29,7 +32,7 @@ def add_services(server: grpc.aio.Server, loading: Loading[DecodeWorker]) -> Non
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
-    """Session and Reserve."""
+    """The sessions of routers."""
 
     def __init__(self, loading: Loading[DecodeWorker]) -> None:
         self._loading = loading
@@ -56,27 +59,71 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
             reader.cancel()
             worker.end_session(session)
 
-    async def Reserve(self, request: worker_pb2.ReserveRequest, context: Any) -> worker_pb2.ReserveResponse:  # noqa: N802
-        worker = self._loading.get()
-        grant, queue_s = await worker.reserve(
-            request.session_id,
-            sequence_spec_from_proto(request.sequence),
-            timeout_s=request.deadline_ms / 1000,
-        )
-        return worker_pb2.ReserveResponse(grant=kv_grant_to_proto(grant), queue_us=round(queue_s * 1e6))
-
 
 async def _read(worker: DecodeWorker, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
     """Do what the router says on its session; when it says no more, the session ends."""
+    reserving = _Reserving(worker, session)
     try:
         async for request in requests:
-            if request.WhichOneof("message") != "abort":
-                violation = FieldViolation("message", "only aborts may follow the opening of a session")
-                session.close(InvalidRequest([violation]))
-                return
-            worker.abort(session, RequestId(request.abort.request_id))
+            match request.WhichOneof("message"):
+                case "reserve":
+                    reserving.start(request.reserve)
+                case "abort":
+                    request_id = RequestId(request.abort.request_id)
+                    reserving.cancel(request_id)
+                    worker.abort(session, request_id)
+                case _:
+                    violation = FieldViolation("message", "a session is opened once")
+                    session.close(InvalidRequest([violation]))
+                    return
     finally:
+        reserving.cancel_all()
         worker.end_session(session)  # at once, even while a message waits for the router to read
+
+
+class _Reserving:
+    """The reservations of one session that are under way. One that is cancelled holds nothing."""
+
+    def __init__(self, worker: DecodeWorker, session: Session) -> None:
+        self._worker = worker
+        self._session = session
+        self._tasks: dict[RequestId, asyncio.Task[None]] = {}
+
+    def start(self, message: worker_pb2.SessionReserve) -> None:
+        """Reserve, and tell the router how it went."""
+        request_id = RequestId(message.sequence.request_id)
+        self.cancel(request_id)  # a router names its requests once
+        task = self._tasks[request_id] = asyncio.create_task(self._reserve(request_id, message))
+        task.add_done_callback(lambda _: self._forget(request_id, task))
+
+    def cancel(self, request_id: RequestId) -> None:
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    def cancel_all(self) -> None:
+        for task in tuple(self._tasks.values()):
+            task.cancel()
+
+    def _forget(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id]
+
+    async def _reserve(self, request_id: RequestId, message: worker_pb2.SessionReserve) -> None:
+        answer: SessionMessage
+        try:
+            spec = sequence_spec_from_proto(message.sequence)
+            grant, queue_s = await self._worker.reserve(
+                self._session.session_id, spec, timeout_s=message.deadline_ms / 1000
+            )
+            answer = SessionGrant(request_id=request_id, grant=grant, queue_s=queue_s)
+        except TwinstageError as error:
+            answer = SessionFailure(request_id=request_id, error=error)
+        except Exception as error:  # the outermost frame of this task: the router must not wait for nothing
+            logger.error("reservation failed unexpectedly", exc_info=error)
+            answer = SessionFailure(request_id=request_id, error=InternalError("the reservation failed unexpectedly"))
+        self._session.put(answer)
+        if self._session.closed:  # the router does not read
+            self._worker.end_session(self._session)
 
 
 def _message_to_proto(message: SessionMessage) -> worker_pb2.SessionResponse:
@@ -85,6 +132,14 @@ def _message_to_proto(message: SessionMessage) -> worker_pb2.SessionResponse:
             step=worker_pb2.SessionStep(
                 chunks=[token_chunk_to_proto(chunk) for chunk in message.chunks],
                 totals=[_totals_to_proto(totals) for totals in message.totals],
+            )
+        )
+    if isinstance(message, SessionGrant):
+        return worker_pb2.SessionResponse(
+            grant=worker_pb2.SessionGrant(
+                request_id=message.request_id,
+                grant=kv_grant_to_proto(message.grant),
+                queue_us=round(message.queue_s * 1e6),
             )
         )
     return worker_pb2.SessionResponse(

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from twinstage.errors import AlreadyExists, Overloaded, TwinstageError, WorkerLost
-from twinstage.types import RequestId, TokenChunk
+from twinstage.types import KvGrant, RequestId, TokenChunk
 
 MAX_UNREAD_MESSAGES = 4096
 
@@ -40,7 +40,16 @@ class SessionFailure:
     error: TwinstageError
 
 
-SessionMessage = SessionStep | SessionFailure
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionGrant:
+    """Blocks are reserved for a request, which waited `queue_s` for them."""
+
+    request_id: RequestId
+    grant: KvGrant
+    queue_s: float
+
+
+SessionMessage = SessionStep | SessionFailure | SessionGrant
 
 
 class StepMessages:

@@ -293,7 +293,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         session_id = (await anext(requests)).open.session_id
         outgoing = self._sessions[session_id] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(requests))
+        reader = asyncio.create_task(self._read(session_id, requests))
         try:
             yield worker_pb2.SessionResponse(opened=worker_pb2.SessionOpened())
             while True:
@@ -305,10 +305,21 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
                 if reservation.session_id == session_id:
                     self._free(request_id)
 
-    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
-        async for request in requests:
-            self.aborted.append(request.abort.request_id)
-            self._free(request.abort.request_id)
+    async def _read(self, session_id: str, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        reserving: dict[str, asyncio.Task[None]] = {}
+        try:
+            async for request in requests:
+                if request.HasField("reserve"):
+                    request_id = request.reserve.sequence.request_id
+                    reserving[request_id] = asyncio.create_task(self._reserve(session_id, request.reserve))
+                    continue
+                self.aborted.append(request.abort.request_id)
+                if request.abort.request_id in reserving:
+                    reserving[request.abort.request_id].cancel()
+                self._free(request.abort.request_id)
+        finally:
+            for task in reserving.values():
+                task.cancel()
 
     def _free(self, request_id: str) -> None:
         reservation = self.reservations.pop(request_id, None)
@@ -317,12 +328,16 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
                 reservation.task.cancel()
             self.report(replace(self.load, free_kv_blocks=self.free_blocks, running=len(self.reservations)))
 
-    async def Reserve(self, request: worker_pb2.ReserveRequest, context: Any) -> worker_pb2.ReserveResponse:  # noqa: N802
+    async def _reserve(self, session_id: str, request: worker_pb2.SessionReserve) -> None:
         spec = sequence_spec_from_proto(request.sequence)
-        await self.script.enter("reserve")
+        try:
+            await self.script.enter("reserve")
+        except TwinstageError as error:
+            self._tell_failure(session_id, spec.request_id, error)
+            return
         num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         blocks = -(-num_tokens // BLOCK_SIZE)
-        self.reservations[spec.request_id] = _Reservation(spec=spec, session_id=request.session_id, blocks=blocks)
+        self.reservations[spec.request_id] = _Reservation(spec=spec, session_id=session_id, blocks=blocks)
         self.report(replace(self.load, free_kv_blocks=self.free_blocks, running=len(self.reservations)))
         transfer_id = next(self._next_transfer)
         self._transfers[transfer_id] = spec.request_id
@@ -340,7 +355,8 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             ),
             lease_s=30,
         )
-        return worker_pb2.ReserveResponse(grant=kv_grant_to_proto(grant), queue_us=4000)
+        answer = worker_pb2.SessionGrant(request_id=spec.request_id, grant=kv_grant_to_proto(grant), queue_us=4000)
+        self._sessions[session_id].put_nowait(worker_pb2.SessionResponse(grant=answer))
 
     def commit(self, grant: KvGrant, token: ProducedToken) -> None:
         """The blocks and the first token are here; go on from them."""
@@ -351,12 +367,15 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
 
     def fail(self, request_id: str, error: TwinstageError) -> None:
         """End a request that is reserved or running, and tell the router."""
-        outgoing = self._sessions[self.reservations[request_id].session_id]
+        session_id = self.reservations[request_id].session_id
+        self._free(request_id)
+        self._tell_failure(session_id, request_id, error)
+
+    def _tell_failure(self, session_id: str, request_id: str, error: TwinstageError) -> None:
         failure = worker_pb2.SessionFailure(
             request_id=request_id, reason=error.reason, message=str(error), retryable=error.retryable
         )
-        self._free(request_id)
-        outgoing.put_nowait(worker_pb2.SessionResponse(failure=failure))
+        self._sessions[session_id].put_nowait(worker_pb2.SessionResponse(failure=failure))
 
     async def _decode(self, reservation: _Reservation) -> None:
         spec, outgoing = reservation.spec, self._sessions[reservation.session_id]

@@ -36,6 +36,7 @@ from twinstage.errors import (
 )
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.lifecycle import DecodePhase, Lifecycle
+from twinstage.rpc.convert_worker import sequence_spec_to_proto
 from twinstage.rpc.worker_service import Loading
 from twinstage.transfer.receiver import TransferDelegate
 from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
@@ -809,6 +810,66 @@ async def test_a_session_is_not_waited_for_without_end(monkeypatch: pytest.Monke
         async with asyncio.timeout(5):
             with pytest.raises(DeadlineExceeded, match="not opened"):
                 await anext(DecodeServicer(loading).Session(silent(), None))
+
+
+def _reserve_message(spec: SequenceSpec) -> worker_pb2.SessionRequest:
+    reserve = worker_pb2.SessionReserve(sequence=sequence_spec_to_proto(spec), deadline_ms=60_000)
+    return worker_pb2.SessionRequest(reserve=reserve)
+
+
+def _abort_message(spec: SequenceSpec) -> worker_pb2.SessionRequest:
+    return worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=spec.request_id))
+
+
+@asynccontextmanager
+async def _spoken_session(
+    bench: Bench,
+) -> AsyncIterator[tuple[asyncio.Queue[worker_pb2.SessionRequest], AsyncIterator[worker_pb2.SessionResponse]]]:
+    """An open session: what the router says, and what it hears."""
+    says: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+    says.put_nowait(worker_pb2.SessionRequest(open=worker_pb2.SessionOpen(session_id="s")))
+
+    async def requests() -> AsyncIterator[worker_pb2.SessionRequest]:
+        while True:
+            yield await says.get()
+
+    loading: Loading[DecodeWorker] = Loading()
+    loading.set(bench.worker)
+    async with aclosing(DecodeServicer(loading).Session(requests(), None)) as heard, asyncio.timeout(10):  # type: ignore[type-var]
+        assert (await anext(heard)).HasField("opened")
+        yield says, heard
+
+
+async def test_an_abort_right_behind_a_reservation_leaves_nothing_and_the_next_one_is_granted() -> None:
+    async with _bench() as bench, _spoken_session(bench) as (says, heard):
+        for message in (_reserve_message(_spec()), _abort_message(_spec()), _reserve_message(_spec(request_id="next"))):
+            says.put_nowait(message)
+        granted = (await anext(heard)).grant
+        assert (granted.request_id, len(granted.grant.block_ids)) == ("next", 3)
+        assert await bench.free_blocks() == NUM_BLOCKS - 3
+        says.put_nowait(_abort_message(_spec(request_id="next")))
+        await bench.all_blocks_free()
+
+
+async def test_a_reservation_that_waits_ends_with_its_session() -> None:
+    async with _bench(num_blocks=4) as bench:
+        async with _spoken_session(bench) as (says, heard):
+            says.put_nowait(_reserve_message(_spec(12)))
+            assert (await anext(heard)).HasField("grant")
+            says.put_nowait(_reserve_message(_spec(12, request_id="waits")))
+            async with aclosing(bench.worker.loads.watch(30.0)) as loads:
+                while (await anext(loads)).waiting != 1:
+                    pass
+        await bench.all_blocks_free()
+
+
+async def test_a_reservation_that_is_refused_fails_alone() -> None:
+    async with _bench(num_blocks=4) as bench, _spoken_session(bench) as (says, heard):
+        says.put_nowait(_reserve_message(_spec(100, request_id="large")))
+        says.put_nowait(_reserve_message(_spec()))
+        failure, grant = (await anext(heard)).failure, (await anext(heard)).grant
+        assert (failure.request_id, failure.reason) == ("large", KvExhausted.reason)
+        assert grant.request_id == "r"
 
 
 async def test_what_was_said_before_the_end_is_delivered() -> None:

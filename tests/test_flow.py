@@ -497,6 +497,10 @@ async def test_last_token_of_a_replay_needs_no_decode_worker() -> None:
         assert rig.cluster.prefill[0].grants[-1] is None
 
 
+def num_tokens(event: Event) -> int:
+    return len(event.tokens) if isinstance(event, DeltaEvent) else 0
+
+
 async def test_stream_that_cannot_be_continued_says_how_much_was_sent() -> None:
     async with running() as rig:
         decode = rig.cluster.decode[0]
@@ -505,10 +509,12 @@ async def test_stream_that_cannot_be_continued_says_how_much_was_sent() -> None:
 
         async def read() -> None:
             async with rig.generation.open(request(8), timeout_s=10, is_streamed=True) as call:
-                received.extend([event async for event in call.outbox.events()])
+                async for event in call.outbox.events():
+                    received.append(event)  # noqa: PERF401 - looked at as they come
 
         reading = asyncio.create_task(read())
         await decode.script.reached("decode 3").wait()
+        await until(lambda: sum(num_tokens(event) for event in received) == 3, what="the client has three tokens")
         await decode.kill()
         with pytest.raises(StreamBroken) as caught:
             await reading

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from twinstage.errors import TwinstageError, WorkerLost
+from twinstage.errors import DeadlineExceeded, TwinstageError, WorkerLost
 from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_to_proto, token_chunk_from_proto
 from twinstage.rpc.status import error_from_reason
 from twinstage.types import Finish, KvEndpoint, KvGrant, ProducedToken, RequestId, SequenceSpec, TokenChunk
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
+
+ANSWER_MARGIN_S = 1.0  # by which a worker's own word that the deadline is over may be late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,8 @@ class DecodeSession:
         self.session_id = uuid.uuid4().hex
         self._address = address
         self._translated = translated
-        self._stub = stub
         self._subscriptions: dict[RequestId, DecodeSubscription] = {}
+        self._reserving: dict[RequestId, asyncio.Future[worker_pb2.SessionGrant]] = {}
         self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # bounded by live requests
         self._lost: TwinstageError | None = None  # why the session is closed
         self._call = stub.Session(self._requests())
@@ -124,6 +126,8 @@ class DecodeSession:
         self._outgoing.put_nowait(None)  # a call that has ended already does not end the task that sends its requests
         for subscription in tuple(self._subscriptions.values()):
             subscription.fail(self._lost)
+        for request_id in tuple(self._reserving):
+            self._refuse(request_id, self._lost)
 
     async def run(self) -> NoReturn:
         """Hand out what the worker says until the stream ends, which it does with an error."""
@@ -146,10 +150,21 @@ class DecodeSession:
         if kind == "step":
             self._dispatch_step(message.step)
         elif kind == "failure":
-            failure = message.failure
-            subscription = self._subscriptions.get(RequestId(failure.request_id))
-            if subscription is not None:
-                subscription.fail(error_from_reason(failure.reason, failure.message))
+            request_id = RequestId(message.failure.request_id)
+            error = error_from_reason(message.failure.reason, message.failure.message)
+            self._refuse(request_id, error)
+            if (subscription := self._subscriptions.get(request_id)) is not None:
+                subscription.fail(error)
+        elif kind == "grant":
+            waiting = self._reserving.get(RequestId(message.grant.request_id))
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.grant)
+
+    def _refuse(self, request_id: RequestId, error: TwinstageError) -> None:
+        """Fail a reservation that waits, if there is one."""
+        waiting = self._reserving.get(request_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(error)
 
     def _dispatch_step(self, step: worker_pb2.SessionStep) -> None:
         # Totals first: a reader that sees the finish of a request finds its totals beside it.
@@ -192,14 +207,28 @@ class DecodeSession:
             self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
 
     async def reserve(self, spec: SequenceSpec, *, deadline_s: float) -> tuple[KvGrant, float]:
-        """Reserve blocks, waiting at most `deadline_s` seconds. Returns the grant and the seconds it waited."""
-        request = worker_pb2.ReserveRequest(
-            session_id=self.session_id,
-            sequence=sequence_spec_to_proto(spec),
-            deadline_ms=max(1, round(deadline_s * 1000)),
+        """Reserve blocks, waiting at most `deadline_s` seconds. Returns the grant and the seconds it waited.
+
+        Who stops waiting before gives the blocks back. Raises what the worker answers, DeadlineExceeded or WorkerLost.
+        """
+        if self._lost is not None:
+            raise self._lost
+        request = worker_pb2.SessionReserve(
+            sequence=sequence_spec_to_proto(spec), deadline_ms=max(1, round(deadline_s * 1000))
         )
-        with self._translated():
-            response = await self._stub.Reserve(request, timeout=deadline_s)
+        waiting = self._reserving[spec.request_id] = asyncio.get_running_loop().create_future()
+        self._outgoing.put_nowait(worker_pb2.SessionRequest(reserve=request))
+        try:
+            async with asyncio.timeout(deadline_s + ANSWER_MARGIN_S):
+                response = await waiting
+        except TimeoutError as error:
+            self.abort(spec.request_id)
+            raise DeadlineExceeded(f"the worker at {self._address} did not answer in {deadline_s:.3f} s") from error
+        except asyncio.CancelledError:
+            self.abort(spec.request_id)
+            raise
+        finally:
+            del self._reserving[spec.request_id]
         grant = kv_grant_from_proto(response.grant)
         host = self._address.rpartition(":")[0]
         endpoints = tuple(_with_host(endpoint, host) for endpoint in grant.endpoints)

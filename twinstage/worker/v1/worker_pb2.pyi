@@ -923,6 +923,7 @@ class SessionRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SessionOpen:
         """Opens the session; the first message, and only the first."""
@@ -931,17 +932,22 @@ class SessionRequest(_message.Message):
     def abort(self) -> Global___SessionAbort:
         """Ends a request and frees what it holds. Unknown and finished requests are ignored."""
 
+    @_builtins.property
+    def reserve(self) -> Global___SessionReserve:
+        """Asks for blocks for a request. A grant answers it, or a failure."""
+
     def __init__(
         self,
         *,
         open: Global___SessionOpen | None = ...,
         abort: Global___SessionAbort | None = ...,
+        reserve: Global___SessionReserve | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "abort", "reserve"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -955,7 +961,7 @@ class SessionOpen(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """The session's id, drawn by the router; Reserve names it."""
+    """The session's id, drawn by the router."""
     def __init__(
         self,
         *,
@@ -992,6 +998,34 @@ class SessionAbort(_message.Message):
 Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
 @_typing.final
+class SessionReserve(_message.Message):
+    """Asks for KV blocks. The answer comes when the pool has them: at the latest at the deadline, when it is a failure."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """Time left to the request, in milliseconds."""
+    @_builtins.property
+    def sequence(self) -> Global___SequenceSpec:
+        """The request."""
+
+    def __init__(
+        self,
+        *,
+        sequence: Global___SequenceSpec | None = ...,
+        deadline_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionReserve: _TypeAlias = SessionReserve  # noqa: Y015
+
+@_typing.final
 class SessionResponse(_message.Message):
     """From a decode worker to the router."""
 
@@ -1000,6 +1034,7 @@ class SessionResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """The session is open."""
@@ -1012,18 +1047,23 @@ class SessionResponse(_message.Message):
     def failure(self) -> Global___SessionFailure:
         """A request failed on the worker."""
 
+    @_builtins.property
+    def grant(self) -> Global___SessionGrant:
+        """Blocks are reserved."""
+
     def __init__(
         self,
         *,
         opened: Global___SessionOpened | None = ...,
         step: Global___SessionStep | None = ...,
         failure: Global___SessionFailure | None = ...,
+        grant: Global___SessionGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "message", b"message", "opened", b"opened", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "grant", b"grant", "message", b"message", "opened", b"opened", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "message", b"message", "opened", b"opened", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "grant", b"grant", "message", b"message", "opened", b"opened", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "step", "failure", "grant"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1149,45 +1189,16 @@ class SessionFailure(_message.Message):
 Global___SessionFailure: _TypeAlias = SessionFailure  # noqa: Y015
 
 @_typing.final
-class ReserveRequest(_message.Message):
-    """Asks for blocks."""
+class SessionGrant(_message.Message):
+    """Blocks are reserved for a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """The router's session on this worker."""
-    deadline_ms: _builtins.int
-    """Time left to the request, in milliseconds."""
-    @_builtins.property
-    def sequence(self) -> Global___SequenceSpec:
-        """The request."""
-
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        sequence: Global___SequenceSpec | None = ...,
-        deadline_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
-
-@_typing.final
-class ReserveResponse(_message.Message):
-    """The blocks are reserved."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
     queue_us: _builtins.int
     """Time the reservation waited, in microseconds."""
     @_builtins.property
@@ -1197,13 +1208,14 @@ class ReserveResponse(_message.Message):
     def __init__(
         self,
         *,
+        request_id: _builtins.str = ...,
         grant: Global___KvGrant | None = ...,
         queue_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant", b"grant", "queue_us", b"queue_us", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
+Global___SessionGrant: _TypeAlias = SessionGrant  # noqa: Y015

@@ -369,11 +369,6 @@ class DecodeServiceStub:
                 request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
                 response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
-        self.Reserve = channel.unary_unary(
-                '/twinstage.worker.v1.DecodeService/Reserve',
-                request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveRequest.SerializeToString,
-                response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveResponse.FromString,
-                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -388,14 +383,6 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Reserve(self, request, context):
-        """Reserves KV blocks for a request and returns the grant by which a prefill worker may fill them. Waits while the
-        pool is full, at most until the deadline.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -403,11 +390,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.FromString,
                     response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.SerializeToString,
-            ),
-            'Reserve': grpc.unary_unary_rpc_method_handler(
-                    servicer.Reserve,
-                    request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveRequest.FromString,
-                    response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -438,33 +420,6 @@ class DecodeService:
             '/twinstage.worker.v1.DecodeService/Session',
             twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
             twinstage_dot_worker_dot_v1_dot_worker__pb2.SessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Reserve(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/twinstage.worker.v1.DecodeService/Reserve',
-            twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveRequest.SerializeToString,
-            twinstage_dot_worker_dot_v1_dot_worker__pb2.ReserveResponse.FromString,
             options,
             channel_credentials,
             insecure,

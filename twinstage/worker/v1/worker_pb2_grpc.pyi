@@ -155,10 +155,6 @@ class DecodeServiceStub:
     """The router's side of all its requests on this worker: opened once, then it carries every token.
     When it ends, the worker frees all that belongs to the session.
     """
-    Reserve: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _worker_pb2.ReserveResponse]
-    """Reserves KV blocks for a request and returns the grant by which a prefill worker may fill them. Waits while the
-    pool is full, at most until the deadline.
-    """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -168,10 +164,6 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.SessionRequest, _worker_pb2.SessionResponse]  # type: ignore[assignment]
     """The router's side of all its requests on this worker: opened once, then it carries every token.
     When it ends, the worker frees all that belongs to the session.
-    """
-    Reserve: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReserveRequest, _worker_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Reserves KV blocks for a request and returns the grant by which a prefill worker may fill them. Waits while the
-    pool is full, at most until the deadline.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -185,16 +177,6 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.SessionResponse], _abc.AsyncIterator[_worker_pb2.SessionResponse]]:
         """The router's side of all its requests on this worker: opened once, then it carries every token.
         When it ends, the worker frees all that belongs to the session.
-        """
-
-    @_abc_1.abstractmethod
-    def Reserve(
-        self,
-        request: _worker_pb2.ReserveRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.ReserveResponse, _abc.Awaitable[_worker_pb2.ReserveResponse]]:
-        """Reserves KV blocks for a request and returns the grant by which a prefill worker may fill them. Waits while the
-        pool is full, at most until the deadline.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
