@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from router.placement import WorkerKey
+from router.waiting import first_of
 from router.worker_entry import WorkerLife
-from twinstage.errors import Draining, TransferError, TwinstageError, WorkerLost
+from twinstage.errors import DeadlineExceeded, Draining, TransferError, TwinstageError, WorkerLost
 from twinstage.rpc.clients import DecodeSubscription
 from twinstage.types import KvGrant, SequenceSpec
 
-SENDERS_WORD_S = 2.0  # from the end of a transfer on the decode worker until the prefill worker must have said why
+Result = TypeVar("Result")
+
+# From the end of a transfer on one worker until the other one must have said why it ended.
+SENDERS_WORD_S = 2.0
+RECEIVERS_WORD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """The decode worker that waits for a hand-over."""
+    """The decode worker that waits for a hand-over from `sender`."""
 
+    sender: WorkerLife
     worker: WorkerLife
     grant: KvGrant
     subscription: DecodeSubscription
@@ -31,12 +37,38 @@ class Receiver:
         A sender that gives a transfer up says so to the decode worker and, with the reason, to the router. The reason
         may be that the first token was also the last one, so it is waited for when the decode worker's word is first.
         """
-        with blaming(self.worker.key):
+        with blaming(self.worker.key, self.sender.key):
             try:
                 await self.subscription.broken()
-            except TransferError:
+            except (TransferError, DeadlineExceeded):  # what a decode worker calls a transfer that ends near a deadline
                 await asyncio.sleep(SENDERS_WORD_S)
                 raise
+
+    async def explained(self, work: Awaitable[Result]) -> Result:
+        """What `work` of the sender returns. Raises AttemptFailed of whoever broke the transfer.
+
+        To the sender, a decode worker that gives up is a transfer that failed; the decode worker itself says why.
+        """
+        try:
+            with blaming(self.sender.key, self.worker.key):
+                return await work
+        except AttemptFailed as failed:
+            if isinstance(failed.error, TransferError):
+                await self._reason_of_its_own()
+            raise
+
+    async def _reason_of_its_own(self) -> None:
+        """Raises AttemptFailed when the decode worker soon says that it failed by something else than the transfer."""
+        with blaming(self.worker.key), contextlib.suppress(TimeoutError, TransferError, DeadlineExceeded):
+            async with asyncio.timeout(RECEIVERS_WORD_S):
+                await self.subscription.broken()
+
+
+async def unless_broken(work: Coroutine[Any, Any, Result], receiver: Receiver | None) -> Result:
+    """What `work` of the prefill worker returns, unless its transfer to `receiver` fails. Raises AttemptFailed then."""
+    if receiver is None:
+        return await work
+    return await first_of(receiver.explained(work), receiver.broken())
 
 
 class AttemptFailed(Exception):

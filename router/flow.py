@@ -32,13 +32,12 @@ import itertools
 import time
 from dataclasses import replace
 
-from router.attempt import AttemptFailed, Receiver, blaming, stand_by
+from router.attempt import AttemptFailed, Receiver, blaming, stand_by, unless_broken
 from router.live import LiveRequest
 from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent, SummaryEvent
 from router.placement import Demand, Pair, Refusal, WorkerKey, place
 from router.prefix_memory import PrefixTrail
 from router.tally import Tally
-from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerLife
 from router.workers import WorkerTable
 from twinstage.errors import (
@@ -150,7 +149,6 @@ class Flow:
         pair = place(demand, snapshot, excluded=excluded, avoided=avoided, turn=turn)
         if isinstance(pair, Pair):
             self._num_uncached = max(1, num_tokens - held.get(pair.prefill, 0))
-            self._trail.went_to(self._sequence, pair.prefill, pair.decode)
         return pair
 
     @property
@@ -188,12 +186,14 @@ class Flow:
             resumed_token_ids=tuple(self._token_ids),
         )
         with stand_by(decode, spec) as subscription:
-            if decode is None or subscription is None:
-                finish = await self._prefill(spec, prefill)
-            else:
-                grant = await self._reserve(spec, decode)
-                finish = await self._prefill(spec, prefill, Receiver(decode, grant, subscription))
-                finish = finish or await self._decode(decode, subscription)
+            with self._trail.expected(self._sequence, pair.prefill, pair.decode):
+                if decode is None or subscription is None:
+                    finish = await self._prefill(spec, prefill)
+                else:
+                    grant = await self._reserve(spec, decode)
+                    finish = await self._prefill(spec, prefill, Receiver(prefill, decode, grant, subscription))
+            if finish is None and decode is not None and subscription is not None:
+                finish = await self._decode(decode, subscription)
         if finish is None:
             raise InternalError(f"worker {prefill.key.worker_id} did not end a request of one token")
         return finish
@@ -212,18 +212,19 @@ class Flow:
     ) -> Finish | None:
         """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
         self._lifecycle.advance(RouterPhase.PREFILLING)
-        blamed = (prefill.key, receiver.worker.key if receiver is not None else None)
+        sequence = self._sequence
         grant = receiver.grant if receiver is not None else None
-        with blaming(*blamed), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
+        with blaming(prefill.key), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
             with prefill.ledger.placed(tokens=self._num_uncached):
-                guards = [receiver.broken()] if receiver is not None else []
-                first = await first_of(call.first_token(), *guards)
+                first = await unless_broken(call.first_token(), receiver)
             self._tally.prefilled(first)
+            self._trail.went_to(sequence, prefill.key)
             finish = self._deliver(first.chunk)
             if finish is not None or receiver is None:
                 self._tally.ended_on_prefill()
                 return finish
-            self._tally.handed_over(await first_of(call.handed_over(), receiver.broken()))
+            self._tally.handed_over(await unless_broken(call.handed_over(), receiver))
+            self._trail.went_to(sequence, receiver.worker.key)
             return None
 
     async def _decode(self, decode: WorkerLife, subscription: DecodeSubscription) -> Finish:

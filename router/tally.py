@@ -34,9 +34,10 @@ class Tally:
     def prefilled(self, event: FirstTokenEvent) -> None:
         self.queue_s += event.queue_s
         self.prefill_s += event.prefill_s
-        self.cached_prompt_tokens = event.cached_prompt_tokens
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
+            # Of the prompt as the client sent it. A replay finds there what this very request left behind.
+            self.cached_prompt_tokens = event.cached_prompt_tokens
 
     def ended_on_prefill(self) -> None:
         """No decode worker took part in this attempt, although one may have been asked to stand by."""

@@ -109,16 +109,16 @@ class Script:
 
     def __init__(self) -> None:
         self._errors: dict[str, list[TwinstageError]] = {}
-        self._stalls: dict[str, list[asyncio.Event]] = {}
+        self._stalls: dict[str, list[tuple[asyncio.Event, TwinstageError | None]]] = {}
         self._reached: dict[str, asyncio.Event] = {}
 
     def fail(self, phase: str, error: TwinstageError, *, times: int = 1) -> None:
         self._errors.setdefault(phase, []).extend([error] * times)
 
-    def stall(self, phase: str) -> asyncio.Event:
-        """The next request waits in `phase` until the event is set."""
+    def stall(self, phase: str, *, then: TwinstageError | None = None) -> asyncio.Event:
+        """The next request waits in `phase` until the event is set, and fails with `then` if it is given."""
         event = asyncio.Event()
-        self._stalls.setdefault(phase, []).append(event)
+        self._stalls.setdefault(phase, []).append((event, then))
         return event
 
     def reached(self, phase: str) -> asyncio.Event:
@@ -130,7 +130,10 @@ class Script:
         if self._errors.get(phase):
             raise self._errors[phase].pop(0)
         if self._stalls.get(phase):
-            await self._stalls[phase].pop(0).wait()
+            go_on, error = self._stalls[phase].pop(0)
+            await go_on.wait()
+            if error is not None:
+                raise error
 
 
 @dataclass
@@ -223,6 +226,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.specs: list[SequenceSpec] = []
         self.grants: list[KvGrant | None] = []
         self.encode_batches: list[int] = []
+        self.cached_tokens: list[int] = []  # what it finds of the next prompts in its cache
         self.peers: dict[str, FakeDecode] = {}
 
     def _add_service(self, server: grpc.aio.Server) -> None:
@@ -241,7 +245,12 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
             self.served += 1
             chunk = make_chunk(spec, len(spec.resumed_token_ids))
             yield worker_pb2.PrefillResponse(
-                first_token=worker_pb2.FirstToken(chunk=token_chunk_to_proto(chunk), queue_us=1000, prefill_us=2000)
+                first_token=worker_pb2.FirstToken(
+                    chunk=token_chunk_to_proto(chunk),
+                    queue_us=1000,
+                    prefill_us=2000,
+                    cached_prompt_tokens=self.cached_tokens.pop(0) if self.cached_tokens else 0,
+                )
             )
             if chunk.finish is not None or grant is None:
                 return

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 
-from fake_workers import BLOCK_BYTES, MAX_MODEL_LEN, FakeCluster, expected_token, make_model, until
+from fake_workers import BLOCK_BYTES, MAX_MODEL_LEN, make_model, until
+from flow_rig import Answer, expected_text, request, running
 from router.admission import Admission
-from router.discovery import parse_source
-from router.gate import Gate
-from router.generation import Deadlines, Generation
-from router.live import LiveRequests
 from router.outbox import DeltaEvent, Event, FinishEvent, PromptEvent, SummaryEvent
 from router.placement import WorkerKey
 from router.worker_entry import WorkerLife
-from router.workers import WorkerTable
 from twinstage.errors import (
     AlreadyExists,
     Cancelled,
@@ -41,106 +33,8 @@ from twinstage.types import (
     RawOutput,
     RawSampling,
     RawStopping,
-    RequestId,
-    SamplingParameters,
-    SequenceSpec,
-    TextPrompt,
     TokenPrompt,
 )
-
-PROMPT = "hello"
-
-
-@dataclass
-class Rig:
-    """A router without its services, on fake workers."""
-
-    cluster: FakeCluster
-    workers: WorkerTable
-    generation: Generation
-    live: LiveRequests
-
-    async def collect(self, raw: RawGenerationRequest, **options: object) -> Answer:
-        return await collect(self.generation, raw, **options)
-
-
-@dataclass
-class Answer:
-    events: list[Event]
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, DeltaEvent))
-
-    @property
-    def token_ids(self) -> list[int]:
-        deltas = [event for event in self.events if isinstance(event, DeltaEvent)]
-        return [token.token_id for delta in deltas for token in delta.tokens]
-
-    @property
-    def finish(self) -> FinishEvent:
-        return next(event for event in self.events if isinstance(event, FinishEvent))
-
-    @property
-    def summary(self) -> SummaryEvent:
-        assert isinstance(self.events[-1], SummaryEvent)
-        return self.events[-1]
-
-
-async def collect(
-    generation: Generation, raw: RawGenerationRequest, *, timeout_s: float | None = 20.0, is_streamed: bool = True
-) -> Answer:
-    async with generation.open(raw, timeout_s=timeout_s, is_streamed=is_streamed) as call:
-        return Answer([event async for event in call.outbox.events()])
-
-
-def request(max_tokens: int = 8, **changes: object) -> RawGenerationRequest:
-    stopping = RawStopping(max_tokens=max_tokens)
-    values = {"prompt": TextPrompt(text=PROMPT), "stopping": stopping, "sampling": RawSampling(seed=7), **changes}
-    return RawGenerationRequest(**values)  # type: ignore[arg-type]
-
-
-def expected_text(cluster: FakeCluster, count: int) -> str:
-    from twinstage.text.tokenizer import TextTokenizer
-
-    tokenizer = TextTokenizer(cluster.bundle)
-    spec = SequenceSpec(
-        request_id=RequestId("x"),
-        prompt_token_ids=tuple(tokenizer.encode(PROMPT)),
-        sampling=SamplingParameters(seed=7),
-        max_tokens=count,
-    )
-    return tokenizer.decode([expected_token(spec, position) for position in range(count)])
-
-
-@contextlib.asynccontextmanager
-async def running(prefill: int = 1, decode: int = 1, max_live: int = 64, **options: object) -> AsyncIterator[Rig]:
-    async with FakeCluster(prefill=prefill, decode=decode, **options) as cluster:  # type: ignore[arg-type]
-        workers = WorkerTable(report_interval_s=0.3)
-        workers.start([parse_source(address) for address in cluster.addresses])
-        executor = ThreadPoolExecutor(1)
-        live = LiveRequests()
-        generation = Generation(
-            workers=workers,
-            admission=Admission(executor),
-            gate=Gate(max_live=max_live, max_queued=64),
-            live=live,
-            deadlines=Deadlines(default_s=30, longest_s=60),
-        )
-        try:
-            await until(lambda: _all_ready(workers, prefill=prefill, decode=decode), what="all workers ready")
-            yield Rig(cluster, workers, generation, live)
-            assert not len(live)
-            await cluster.assert_idle()
-        finally:
-            await workers.close()
-            executor.shutdown()
-
-
-def _all_ready(workers: WorkerTable, *, prefill: int, decode: int) -> bool:
-    model = workers.models.get("fake")
-    return model is not None and (len(model.prefill), len(model.decode)) == (prefill, decode)
-
 
 # --- the ways of a request ------------------------------------------------------------------------
 

@@ -49,6 +49,27 @@ def test_an_answer_belongs_to_the_worker_that_made_it() -> None:
     assert held == {key("p"): 5 * STEP_TOKENS, key("d"): 7 * STEP_TOKENS}
 
 
+def test_what_is_expected_counts_until_the_last_one_gives_it_up() -> None:
+    memory = PrefixMemory()
+    first, second = trail(memory), trail(memory)
+    with second.expected(PROMPT[: 2 * STEP_TOKENS], key("p")):
+        with first.expected(PROMPT, key("p"), key("d")):
+            assert trail(memory).held_tokens(PROMPT) == {key("p"): len(PROMPT), key("d"): len(PROMPT)}
+            assert len(memory) == 0
+        assert trail(memory).held_tokens(PROMPT) == {key("p"): 2 * STEP_TOKENS}
+        memory.clear()
+        assert trail(memory).held_tokens(PROMPT) == {}
+    assert trail(memory).held_tokens(PROMPT) == {}
+
+
+def test_a_worker_has_no_more_than_it_went_to_although_more_is_known() -> None:
+    memory = PrefixMemory()
+    request = trail(memory)
+    request.held_tokens(PROMPT)
+    request.went_to(PROMPT[: 3 * STEP_TOKENS - 1], key("p"))
+    assert trail(memory).held_tokens(PROMPT) == {key("p"): 2 * STEP_TOKENS}
+
+
 def test_the_memory_is_bounded_and_keeps_what_was_used_last() -> None:
     memory = PrefixMemory(max_steps=6)
     old, used = list(range(1000, 1000 + 3 * STEP_TOKENS)), list(range(2000, 2000 + 3 * STEP_TOKENS))
