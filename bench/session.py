@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-import twinstage
 from bench.engines.client import EngineFailed
-from bench.engines.launch import ROOT, Engines, own_options
+from bench.engines.launch import Engines, own_options
 from bench.machine import LoadWatch, describe_machine
 from bench.peers import PeerMissing, Peers
 from bench.plots import write_plots
@@ -24,6 +22,7 @@ from bench.results import RowReport, RowResult, read_report, write_report
 from bench.row import Context, Row
 from bench.rows import ROW_NAMES, load_row
 from bench.table import render
+from bench.version import own_version
 from twinstage.errors import TwinstageError
 
 
@@ -77,6 +76,7 @@ class Session:
         return path.exists() and read_report(path).result is not None
 
     def _run_row(self, row: Row) -> RowReport:
+        version = own_version()  # now: the files may be edited while the row runs
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._prepare(row)
         watch, began_s = LoadWatch(), time.monotonic()
@@ -104,7 +104,7 @@ class Session:
             seconds=round(time.monotonic() - began_s, 1),
             machine=asdict(describe_machine()),
             load=watch.finish().to_dict(),
-            versions={"twinstage": own_version(), **(result.versions if result is not None else {})},
+            versions={**(result.versions if result is not None else {}), "twinstage": version},
             result=result,
             error=error,
         )
@@ -150,19 +150,3 @@ def time_limit(limit_s: float, *, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def own_version() -> str:
-    """Twinstage's version, and the commit where there is one; "+" when files differ from it."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return twinstage.__version__
-    return f"{twinstage.__version__} ({described})"

@@ -13,7 +13,7 @@ _HEAD = """\
 Measured by `make bench`; do not edit, `python -m bench --render` writes this page from `results/*.json`. Medians of the
 rounds, with the lowest and the highest in brackets. A ratio is taken within each round, in which all engines were
 measured one after the other on the same machine with the same model (SmolLM2-135M-Instruct).
-Where no precision is named beside Twinstage, it ran with `--weights int8`.
+Without flags, Twinstage runs in fp32.
 """
 
 
@@ -57,7 +57,8 @@ def _machine(reports: Sequence[RowReport]) -> list[str]:
     versions: dict[str, set[str]] = {}
     for report in reports:
         for name, version in report.versions.items():
-            versions.setdefault(name, set()).add(version)
+            if name != "twinstage":  # said below each row, as it may differ
+                versions.setdefault(name, set()).add(version)
     if versions:
         described = (f"{name} {' and '.join(sorted(found))}" for name, found in sorted(versions.items()))
         lines.append(f"{'; '.join(described)}.\n")
@@ -80,9 +81,17 @@ def _targets(reports: Sequence[RowReport]) -> list[str]:
                 unit = f" {entry.unit}" if entry.unit else ""
                 lines.append(
                     f"| {report.row} | {entry.case} | {entry.what} | {spread(entry)}{unit} | "
-                    f"{entry.target.relation} {entry.target.limit:g}{unit} | {'yes' if entry.is_met else 'no'} |"
+                    f"{entry.target.relation} {entry.target.limit:g}{unit} | {_verdict(entry)} |"
                 )
     return [*lines, ""]
+
+
+def _verdict(entry: Comparison) -> str:
+    """Whether the median reaches the target; where it does not, how far it is away, as a share of the target."""
+    if entry.target is None or entry.is_met:
+        return "yes"
+    distance = abs(entry.summary.median / entry.target.limit - 1)
+    return f"no: {distance:.1%} {'below' if entry.target.relation == '>=' else 'above'}"
 
 
 def _section(report: RowReport) -> list[str]:
@@ -99,8 +108,8 @@ def _section(report: RowReport) -> list[str]:
         parts.append(f"- The machine was **not quiet**: {'; '.join(remarks)}.")
     quick = ", quick" if report.quick else ""
     parts.append(
-        f"\n`python -m bench {report.row}`{quick}, {report.started}, {report.seconds:.0f} s, load average before it "
-        f"{report.load.get('load_average', 0):g}.\n"
+        f"\n`python -m bench {report.row}`{quick}, Twinstage {report.versions['twinstage']}, {report.started}, "
+        f"{report.seconds:.0f} s, load average before it {report.load.get('load_average', 0):g}.\n"
     )
     return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -28,10 +29,13 @@ from bench.results import (
     write_report,
 )
 from bench.row import Context
-from bench.rows import ROW_NAMES, first_token, load_row, transfer
+from bench.rows import ROW_NAMES, first_token, load_row, served, transfer
 from bench.session import RowTookTooLong, time_limit
 from bench.summary import gaps, percentile, ratios, summarize
 from bench.table import number, render
+from bench.version import own_version
+from fake_openai import FakeOpenAi
+from twinstage.bench import LoadOptions, Protocol, TokenRange, run_load
 
 RESULT = RowResult(
     measurements=[
@@ -55,7 +59,7 @@ REPORT = RowReport(
     seconds=12.0,
     machine={"cpu": "A", "features": ["avx2"], "cores": 2, "memory_gib": 8.0, "kernel": "6", "python": "3.11"},
     load={"load_average": 0.25, "remarks": ["other processes used 30% of the CPU time"]},
-    versions={"twinstage": "1", "peer": "1.2"},
+    versions={"twinstage": "0.9 (0a1b2c3+)", "peer": "1.2"},
     result=RESULT,
 )
 
@@ -89,10 +93,11 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
 def test_the_page_says_what_was_met_and_what_disturbed() -> None:
     failed = replace(REPORT, row="decode", title="Failed", result=None, error="EngineFailed: gone")
     page = render([REPORT, failed])
-    assert "| prefill | 8 tokens | ours / theirs | 1.25 (1.00 .. 3.00) | >= 1.3 | no |" in page
+    assert "| prefill | 8 tokens | ours / theirs | 1.25 (1.00 .. 3.00) | >= 1.3 | no: 3.8% below |" in page
     assert "| prefill | 8 tokens | added | 1,234 ms | <= 2000 ms | yes |" in page
     assert "| 8 tokens | untargeted | 7.00 |" in page
     assert "| 8 tokens | 20.0 (10.0 .. 30.0) | 10.0 (10.0 .. 16.0) |" in page
+    assert "`python -m bench prefill`, Twinstage 0.9 (0a1b2c3+), 2026" in page
     assert "**not quiet**: other processes used 30%" in page
     assert "**Not measured**: EngineFailed: gone" in page
     assert [number(value) for value in (0, 0.00123, 0.0450, 1.234, 45.67, 98765.4)] == [
@@ -160,7 +165,7 @@ def test_memory_is_told_apart_by_what_is_mapped() -> None:
 
 def test_what_rows_make_of_their_values() -> None:
     times = {(128, "one process"): [0.5, 0.4, 0.6], (128, "disaggregated"): [0.51, 0.42, 0.607]}
-    added = first_token.result_of(times, versions={}).comparisons[0]
+    added = first_token.result_of(times, precision="int8", versions={}).comparisons[0]
     assert added.values == pytest.approx([10.0, 20.0, 7.0])
     assert added.target == Target.at_most(15.0)  # 5 ms and 2 % of 500 ms
     shares = transfer.result_of({"memcpy": [0.01, 0.02], "shm": [0.01, 0.04], "tcp": [0.04, 0.04]}).comparisons
@@ -168,6 +173,53 @@ def test_what_rows_make_of_their_values() -> None:
         ("shm, share of memcpy", [1.0, 0.5], False),
         ("tcp, share of memcpy", [0.25, 0.5], True),
     ]
+
+
+async def test_served_compares_every_precision_and_holds_the_first_to_the_targets() -> None:
+    async with FakeOpenAi() as server:
+        options = LoadOptions(
+            addresses=(server.address,),
+            protocol=Protocol.OPENAI,
+            concurrency=1,
+            requests=1,
+            prompt_tokens=TokenRange(8, 8),
+            output_tokens=TokenRange(3, 3),
+            vocabulary_size=100,
+        )
+        one = await run_load(options)
+    names = ["Twinstage int8", "Twinstage fp32", "llama.cpp server Q8_0"]
+    found = {(case, name): [one] for case in ("16 concurrent", "one client") for name in names}
+    result = served.result_of(found, names, notes=[], versions={})
+    assert {entry.engine for entry in result.measurements} == set(names)
+    targets = {(entry.case, entry.what): entry.target for entry in result.comparisons}
+    peer = "llama.cpp server Q8_0"
+    assert targets == {
+        ("16 concurrent", f"output tokens/s, Twinstage int8 / {peer}"): Target.at_least(1.5),
+        ("16 concurrent", f"output tokens/s, Twinstage fp32 / {peer}"): None,
+        ("16 concurrent", f"time to first token p50, Twinstage int8 / {peer}"): Target.at_most(0.5),
+        ("16 concurrent", f"inter-token gap p50, Twinstage int8 / {peer}"): Target.at_most(0.9),
+        ("one client", f"output tokens/s, Twinstage int8 / {peer}"): Target.at_least(1.0),
+        ("one client", f"output tokens/s, Twinstage fp32 / {peer}"): None,
+    }
+
+
+def test_the_version_names_the_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert own_version(tmp_path).endswith("(commit unknown)")
+    git("init", "-q")
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    (tmp_path / "bench" / "results" / "decode.json").write_text("{}")  # what a run writes is no change of the code
+    assert own_version(tmp_path).endswith(f"({commit})")
+    (tmp_path / "new.py").write_text("2")
+    assert own_version(tmp_path).endswith(f"({commit}+)")
 
 
 class ToyEngine:

@@ -28,6 +28,16 @@ def own_options(weights: Sequence[str] | None = None) -> tuple[OwnOptions, ...]:
     return tuple({"weights": value} for value in weights or _DEFAULT_WEIGHTS)
 
 
+def worker_flags(options: OwnOptions) -> list[str]:
+    """A way to compute, for the command line of a worker."""
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def precision_of(options: OwnOptions) -> str:
+    """A way to compute, for a label."""
+    return options.get("weights", "stock")
+
+
 @dataclass(kw_only=True)
 class Engines:
     """The engines of one row; all are ended when the scope is left. `threads` is what each computes with."""
@@ -42,7 +52,12 @@ class Engines:
     @property
     def own_flags(self) -> list[str]:
         """Our first way to compute, for the command line of a worker."""
-        return [part for name, value in self.own[0].items() for part in (f"--{name.replace('_', '-')}", value)]
+        return worker_flags(self.own[0])
+
+    @property
+    def precision(self) -> str:
+        """Our first way to compute, for a label."""
+        return precision_of(self.own[0])
 
     def start(self, name: str, **options: str) -> EngineProcess:
         """Start `twinstage`, `transformers`, `llama`, or another module of `bench.engines`.

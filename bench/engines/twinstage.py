@@ -47,13 +47,7 @@ class TwinstageEngine:
         import torch
         import transformers
 
-        import twinstage
-
-        versions = {
-            "twinstage": twinstage.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         mode = ", deterministic" if self._deterministic else ""
         return {"name": f"Twinstage {self._options.get('weights', 'stock')}{mode}", "versions": versions}
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-import twinstage
 from bench.engines.protocol import Handler, serve
 from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.runner import make_runner
@@ -40,7 +39,7 @@ class LogitsEngine:
         self._name = kind if layout.dtype == "float32" else f"{kind}, KV {layout.dtype}"
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self._name, "versions": {"twinstage": twinstage.__version__}}
+        return {"name": self._name, "versions": {}}
 
     def logits(self, windows: list[list[int]], path: str) -> dict[str, Any]:
         """Write float32 logits `[windows, tokens, vocabulary]` after each token of equally long windows to `path`."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from bench.loading import QUANTITIES
 from bench.results import Curve, Measurement, RowResult, Series
 from bench.row import Context, Row
-from bench.rows.served import QUANTITIES, start_servers
+from bench.rows.served import start_servers
 from twinstage.bench import TokenRange
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32)
@@ -25,7 +26,7 @@ def measure(context: Context) -> RowResult:
     with ExitStack() as stack:
         servers = start_servers(context, stack, notes, with_vllm=False)
         for server in servers:
-            server.load(concurrency=4, requests=4, prompt_seed=99, output=TokenRange(8, 8))
+            server.warm()
         for concurrency in _CONCURRENCIES[:4] if context.quick else _CONCURRENCIES:
             for server in servers:
                 context.progress(f"{concurrency} clients, {server.name}")

@@ -38,11 +38,30 @@ def measure(context: Context) -> RowResult:
                 if round_number >= 0:
                     times[length, _ONE_PROCESS].append(alone_s)
                     times[length, _DISAGGREGATED].append(served_s)
-    return result_of(times, versions=engine.versions)
+    return result_of(times, precision=context.engines.precision, versions=engine.versions)
 
 
-def result_of(times: dict[tuple[int, str], list[float]], versions: dict[str, str]) -> RowResult:
+def result_of(times: dict[tuple[int, str], list[float]], *, precision: str, versions: dict[str, str]) -> RowResult:
     """`times` in seconds, by length and kind, a value per round."""
+    return RowResult(
+        measurements=[
+            Measurement(
+                case=f"{length} tokens",
+                engine=f"Twinstage {precision}, {kind}",
+                quantity="time to first token",
+                unit="ms",
+                values=[1e3 * value for value in values],
+            )
+            for (length, kind), values in times.items()
+        ],
+        comparisons=_added(times, precision),
+        curves=[_curve(times, precision)],
+        versions=versions,
+    )
+
+
+def _added(times: dict[tuple[int, str], list[float]], precision: str) -> list[Comparison]:
+    """What disaggregation adds, by length."""
     comparisons = []
     for length in dict.fromkeys(length for length, _ in times):
         alone, served = times[length, _ONE_PROCESS], times[length, _DISAGGREGATED]
@@ -50,22 +69,17 @@ def result_of(times: dict[tuple[int, str], list[float]], versions: dict[str, str
         comparisons.append(
             Comparison(
                 case=f"{length} tokens",
-                what="time to first token, added by disaggregation",
+                what=f"time to first token, added by disaggregation, Twinstage {precision}",
                 values=[1e3 * (with_s - without_s) for with_s, without_s in zip(served, alone, strict=True)],
                 target=Target.at_most(round(1e3 * limit_s, 1)),
                 unit="ms",
             )
         )
-    measurements = [
-        Measurement(
-            case=f"{length} tokens",
-            engine=kind,
-            quantity="time to first token",
-            unit="ms",
-            values=[1e3 * value for value in values],
-        )
-        for (length, kind), values in times.items()
-    ]
+    return comparisons
+
+
+def _curve(times: dict[tuple[int, str], list[float]], precision: str) -> Curve:
+    """Medians over prompt length, a line for each kind."""
     series = [
         Series(
             name=kind,
@@ -73,14 +87,13 @@ def result_of(times: dict[tuple[int, str], list[float]], versions: dict[str, str
         )
         for kind in (_ONE_PROCESS, _DISAGGREGATED)
     ]
-    curve = Curve(
+    return Curve(
         name="first_token",
-        title="Time to first token over prompt length, one request",
+        title=f"Time to first token over prompt length, one request, {precision}",
         x_label="prompt [tokens]",
         y_label="ms",
         series=series,
     )
-    return RowResult(measurements=measurements, comparisons=comparisons, curves=[curve], versions=versions)
 
 
 ROW = Row(

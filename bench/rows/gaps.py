@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.engines.protocol import Prompts
@@ -73,12 +74,64 @@ class Streams:
             self.errors.append(error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """What one way to serve did: the p99 of each round in seconds, and the timeline of the last round."""
+
+    quiet: Sequence[float]
+    busy: Sequence[float]
+    line: Series
+
+
 def measure(context: Context) -> RowResult:
+    length = _QUICK_PROMPT if context.quick else _PROMPT
+    name = f"Twinstage {context.engines.precision}"
+    apart = _disaggregated(context, length, name=f"{name}, disaggregated, one core a worker")
+    together = _aggregated(context, length, name=f"{name}, one process, all cores")
+    case = f"{_STREAMS} streams, a prompt of {length:,} tokens"
+    curve = Curve(
+        name="gaps",
+        title=f"Gaps between tokens of one of {_STREAMS} streams; a prompt of {length:,} tokens comes",
+        x_label="seconds",
+        y_label="gap [ms]",
+        series=[apart.line, together.line],
+    )
+    return RowResult(
+        measurements=[*_measurements(apart), *_measurements(together)],
+        comparisons=[
+            _comparison(case, apart, target=Target.at_most(1.5)),
+            _comparison(case, together, target=None),
+        ],
+        curves=[curve],
+    )
+
+
+def _measurements(found: Gaps) -> list[Measurement]:
+    return [
+        Measurement(
+            case=case,
+            engine=found.line.name,
+            quantity="inter-token gap p99",
+            unit="ms",
+            values=[1e3 * value for value in values],
+        )
+        for case, values in (("quiet", found.quiet), ("prompt beside", found.busy))
+    ]
+
+
+def _comparison(case: str, found: Gaps, *, target: Target | None) -> Comparison:
+    return Comparison(
+        case=case,
+        what=f"inter-token gap p99, prompt beside / quiet, {found.line.name}",
+        values=ratios(found.busy, found.quiet),
+        target=target,
+    )
+
+
+def _disaggregated(context: Context, length: int, *, name: str) -> Gaps:
     quiet: list[float] = []
     busy: list[float] = []
-    series: list[Series] = []
     prompts = Prompts()
-    length = _QUICK_PROMPT if context.quick else _PROMPT
     flags = context.engines.own_flags
     with serving(context, worker_flags=flags) as cluster, TwinstageClient(cluster.address) as client:
         timed_request(client, prompts.next(length), max_tokens=2)  # warm
@@ -92,42 +145,10 @@ def measure(context: Context) -> RowResult:
             streams.stop()
             quiet.append(percentile(streams.gaps_between(began_s, request.sent_s), 0.99))
             busy.append(percentile(streams.gaps_between(request.sent_s, request.times[0]), 0.99))
-        series.append(_timeline("disaggregated", streams, began_s))
-    aggregated_quiet, aggregated_busy, line = _aggregated(context, length)
-    series.append(line)
-    values = {"quiet": (quiet, aggregated_quiet), "prompt beside": (busy, aggregated_busy)}
-    measurements = [
-        Measurement(
-            case=case, engine=engine, quantity="inter-token gap p99", unit="ms", values=[1e3 * value for value in found]
-        )
-        for case, both in values.items()
-        for engine, found in zip(("disaggregated, one core a worker", "one process, all cores"), both, strict=True)
-    ]
-    comparisons = [
-        Comparison(
-            case=f"{_STREAMS} streams, a prompt of {length:,} tokens",
-            what="inter-token gap p99, prompt beside / quiet",
-            values=ratios(busy, quiet),
-            target=Target.at_most(1.5),
-        ),
-        Comparison(
-            case=f"{_STREAMS} streams, a prompt of {length:,} tokens",
-            what="the same in one process",
-            values=ratios(aggregated_busy, aggregated_quiet),
-        ),
-    ]
-    curve = Curve(
-        name="gaps",
-        title=f"Gaps between tokens of one of {_STREAMS} streams; a prompt of {length:,} tokens comes",
-        x_label="seconds",
-        y_label="gap [ms]",
-        series=series,
-    )
-    return RowResult(measurements=measurements, comparisons=comparisons, curves=[curve])
+    return Gaps(quiet=quiet, busy=busy, line=_timeline(name, streams, began_s))
 
 
-def _aggregated(context: Context, length: int) -> tuple[list[float], list[float], Series]:
-    """The p99 of each round in one process, quiet and busy, and the timeline of the last round."""
+def _aggregated(context: Context, length: int, *, name: str) -> Gaps:
     engine = context.engine("twinstage", **context.engines.own[0])
     quiet, busy = [], []
     for round_number in range(context.rounds):
@@ -139,7 +160,7 @@ def _aggregated(context: Context, length: int) -> tuple[list[float], list[float]
     for gap in [*answer["quiet"], *answer["busy"]]:
         at_s += gap
         points.append((at_s, 1e3 * gap))
-    return quiet, busy, Series(name="one process, all cores", points=points)
+    return Gaps(quiet=quiet, busy=busy, line=Series(name=name, points=points))
 
 
 def _timeline(name: str, streams: Streams, began_s: float) -> Series:

@@ -26,11 +26,12 @@ def measure(context: Context) -> RowResult:
             timed_request(client, prompts.next(500 if context.quick else _PROMPT), max_tokens=8)
             for name, child in cluster.processes.items():
                 found.setdefault(name, []).append(memory_use(child.pid, weights_below=default_cache_directory()))
-    return result_of(found)
+    return result_of(found, precision=context.engines.precision)
 
 
-def result_of(found: dict[str, list[MemoryUse]]) -> RowResult:
-    """`found` by process, a reading per round."""
+def result_of(found: dict[str, list[MemoryUse]], *, precision: str) -> RowResult:
+    """`found` by process, a reading per round. Workers are named with their precision."""
+    found = {name if name == "router" else f"{name}, {precision}": uses for name, uses in found.items()}
     measurements = []
     for name, uses in found.items():
         parts = {

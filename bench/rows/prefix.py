@@ -27,11 +27,10 @@ def measure(context: Context) -> RowResult:
             prompt = prompts.next(length)
             for kind in _KINDS:
                 requests[kind].append(timed_request(client, prompt, max_tokens=4))
-    return _result(requests, length)
+    return _result(requests, f"{length:,} tokens, {context.engines.precision}")
 
 
-def _result(requests: dict[str, list[TimedRequest]], length: int) -> RowResult:
-    case = f"{length:,} tokens"
+def _result(requests: dict[str, list[TimedRequest]], case: str) -> RowResult:
     measurements = []
     for kind, found in requests.items():
         values = {

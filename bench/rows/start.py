@@ -36,12 +36,12 @@ def measure(context: Context) -> RowResult:
             except PeerMissing as error:
                 is_beside = False
                 notes.append(f"Without llama.cpp's server: {error}")
-    return result_of(own, theirs if is_beside else [], notes)
+    return result_of(own, theirs if is_beside else [], notes, precision=context.engines.precision)
 
 
-def result_of(own: list[float], theirs: list[float], notes: list[str]) -> RowResult:
+def result_of(own: list[float], theirs: list[float], notes: list[str], *, precision: str) -> RowResult:
     """Seconds of each round; `theirs` is empty without the peer."""
-    found = {"Twinstage prefill worker": own, "llama.cpp server": theirs}
+    found = {f"Twinstage prefill worker, {precision}": own, "llama.cpp server Q8_0": theirs}
     measurements = [
         Measurement(case="prepared model", engine=name, quantity="start to ready", unit="s", values=values)
         for name, values in found.items()
@@ -52,7 +52,7 @@ def result_of(own: list[float], theirs: list[float], notes: list[str]) -> RowRes
         comparisons.append(
             Comparison(
                 case="prepared model",
-                what="start to ready, Twinstage worker - llama.cpp server",
+                what=f"start to ready, Twinstage worker {precision} - llama.cpp server Q8_0",
                 values=[ours - other for ours, other in zip(own, theirs, strict=True)],
                 target=Target.at_most(_ALLOWED_S),
                 unit="s",

@@ -1,0 +1,64 @@
+"""Servers under the load of `twinstage bench`, and what is read from its results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from bench.pausing import awake
+from bench.peers.servers import MODEL, PeerServer
+from twinstage.bench import LoadOptions, LoadResult, Protocol, TokenRange, run_load
+from twinstage.errors import InternalError
+
+TOKENS = TokenRange(128, 128)
+SLOTS, CONTEXT = 16, 512  # requests that a peer's server has room for at once, and tokens of each
+_WARM_TOKENS = TokenRange(8, 8)
+_VOCABULARY = 49_152
+QUANTITIES: Mapping[str, tuple[str, Callable[[LoadResult], float]]] = {
+    "output": ("tokens/s", lambda result: result.output_tokens_per_s),
+    "time to first token p50": ("ms", lambda result: 1e3 * result.ttft.p50_s if result.ttft else 0.0),
+    "inter-token gap p50": ("ms", lambda result: 1e3 * result.itl.p50_s if result.itl else 0.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server under load. A peer's `process` is stopped while others are measured; ours does nothing when idle."""
+
+    name: str
+    address: str
+    protocol: Protocol
+    model: str = ""
+    process: PeerServer | None = None
+
+    @classmethod
+    def of_peer(cls, server: PeerServer) -> Server:
+        """A peer's server, stopped from now on except under load."""
+        server.pause()
+        return cls(name=server.name, address=server.address, protocol=Protocol.OPENAI, model=MODEL, process=server)
+
+    def load(self, *, concurrency: int, requests: int, prompt_seed: int, output: TokenRange = TOKENS) -> LoadResult:
+        """Raises InternalError when a request failed."""
+        options = LoadOptions(
+            addresses=(self.address,),
+            protocol=self.protocol,
+            model=self.model,
+            concurrency=concurrency,
+            requests=requests,
+            warmup_requests=0,
+            prompt_tokens=TOKENS,
+            output_tokens=output,
+            vocabulary_size=_VOCABULARY,
+            prompt_seed=prompt_seed,
+        )
+        with awake(self.process) if self.process is not None else nullcontext():
+            result = asyncio.run(run_load(options))
+        if result.requests.failed or result.ttft is None or result.itl is None:
+            raise InternalError(f"{self.name} failed {result.requests.failed} requests: {result.errors}")
+        return result
+
+    def warm(self) -> None:
+        """A few short requests, so that what is done once is done. Raises InternalError."""
+        self.load(concurrency=4, requests=4, prompt_seed=99, output=_WARM_TOKENS)
