@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,22 +21,12 @@ from twinstage.bench.options import LoadOptions
 from twinstage.bench.results import LoadResult, RequestRecord
 from twinstage.bench.sweep import run_sweep
 from twinstage.cli.bench_display import Progress, print_ratios, print_results
+from twinstage.cli.bench_flags import OutputFlags
 from twinstage.cli.output import console_for_errors, console_for_tables
 from twinstage.errors import Cancelled, ConfigError, TwinstageError
 
 INTERRUPTED = 128 + signal.SIGINT
 _STANDARD_OUTPUT = Path("-")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Where results go besides the terminal, and what they are compared with."""
-
-    json_file: Path | None
-    html_file: Path | None
-    records_file: Path | None
-    compare_file: Path | None
-    quiet: bool
 
 
 class Records:
@@ -66,18 +55,17 @@ class Records:
 def run(
     options: LoadOptions,
     *,
-    outputs: Outputs,
+    outputs: OutputFlags,
     concurrencies: Sequence[int],
     rates: Sequence[float],
-    fail_on_error: bool,
 ) -> int:
     """Run the load and return the exit code. Raises TwinstageError, after what was measured before is shown."""
     _check_outputs(outputs)
-    other = read_document(outputs.compare_file) if outputs.compare_file is not None else None
+    other = read_document(outputs.compare) if outputs.compare is not None else None
     results: list[LoadResult] = []
     problem: TwinstageError | None = None
     try:
-        with Records(outputs.records_file) as records:
+        with Records(outputs.records) as records:
             asyncio.run(_load(options, results, outputs=outputs, records=records, levels=(concurrencies, rates)))
     except TwinstageError as error:
         problem = error
@@ -92,14 +80,14 @@ def run(
         _write(found, results, ratios, outputs)
     if problem is not None and not isinstance(problem, Cancelled):
         raise problem
-    return INTERRUPTED if problem is not None else _exit_code(results, fail_on_error=fail_on_error)
+    return INTERRUPTED if problem is not None else _exit_code(results, fail_on_error=outputs.fail_on_error)
 
 
 async def _load(
     options: LoadOptions,
     results: list[LoadResult],
     *,
-    outputs: Outputs,
+    outputs: OutputFlags,
     records: Records,
     levels: tuple[Sequence[int], Sequence[float]],
 ) -> None:
@@ -119,7 +107,7 @@ async def _load(
             on_level=begin,
             on_result=results.append,
             on_progress=progress.show,
-            on_request=records.add if outputs.records_file is not None else None,
+            on_request=records.add if outputs.records is not None else None,
             stop=stop,
         )
 
@@ -143,11 +131,11 @@ def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _files(outputs: Outputs) -> tuple[tuple[str, Path | None], ...]:
-    return (("--json", outputs.json_file), ("--html", outputs.html_file), ("--records", outputs.records_file))
+def _files(outputs: OutputFlags) -> tuple[tuple[str, Path | None], ...]:
+    return (("--json", outputs.json_file), ("--html", outputs.html_file), ("--records", outputs.records))
 
 
-def _check_outputs(outputs: Outputs) -> None:
+def _check_outputs(outputs: OutputFlags) -> None:
     """Before anything is measured: a result that cannot be written would be lost."""
     for flag, path in _files(outputs):
         if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
@@ -164,7 +152,7 @@ def _print(results: Sequence[LoadResult], ratios: Sequence[Ratio], *, to_errors:
         print_ratios(console, ratios)
 
 
-def _write(found: dict[str, Any], results: Sequence[LoadResult], ratios: Sequence[Ratio], outputs: Outputs) -> None:
+def _write(found: dict[str, Any], results: Sequence[LoadResult], ratios: Sequence[Ratio], outputs: OutputFlags) -> None:
     if outputs.json_file == _STANDARD_OUTPUT:
         json.dump(found, sys.stdout, ensure_ascii=False)
         print()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, ModelName, Timeout
 from twinstage.cli.bench import bench
+from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
+from twinstage.cli.flags import takes_flag_groups
 from twinstage.errors import ConfigError, ModelError, TwinstageError
-
-if TYPE_CHECKING:
-    from twinstage.client.options import Options
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DEFAULT_MAX_TOKENS = 256  # a terminal wants more than the API's 16 and less than a whole context
 
 app = typer.Typer(
     name="twinstage",
@@ -27,176 +23,52 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Address = Annotated[
-    str, typer.Option("--address", metavar="HOST:PORT", envvar="TWINSTAGE_ADDRESS", help="Where the router listens.")
-]
-ModelName = Annotated[str, typer.Option("--model", help="Name of the model; by default the only one that is served.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0, help="Softmax temperature; 0 takes the most likely token.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the random numbers.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text. Repeatable.")]
-Timeout = Annotated[float | None, typer.Option("--timeout", min=0.001, help="Deadline of the call, in seconds.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-StartTimeout = Annotated[
-    float, typer.Option("--start-timeout", min=1, help="Seconds within which the cluster must be ready.")
-]
-KvTransports = Annotated[
-    str | None, typer.Option("--kv-transports", help="Ways to hand over KV blocks, best first, such as shm,tcp.")
-]
-PrefixCache = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-cache/--no-prefix-cache",
-        help="Keep the KV blocks of finished requests for those that begin alike, until their memory is needed.",
-    ),
-]
-Weights = Annotated[
-    Literal["stock", "auto", "fp32", "int8"] | None,
-    typer.Option("--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: fp32 where possible."),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option("--deterministic", help="The same request gives the same bits, whatever else is computed; slower."),
-]
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="Least severity that is shown.")
-]
-
 
 @app.command()
-def serve(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            metavar="[NAME=]REF",
-            help="Model to serve: a directory, a Hub id, a .gguf file, 'demo' or 'demo-embedding'. Repeatable; NAME "
-            "is what requests call it. An embedding model gets one prefill worker. Default: demo.",
-        ),
-    ] = None,
-    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill workers of each generation model.")] = 1,
-    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers of each generation model.")] = 1,
-    host: Annotated[str, typer.Option("--host", help="Address at which the router listens.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port of the router; 0 takes a free one.")
-    ] = 50051,
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", min=1, help="Threads of each worker; by default the cores are shared out."),
-    ] = None,
-    pin_cpus: Annotated[
-        bool,
-        typer.Option(help="Bind each worker to its share of the cores, unless they are too few or --threads is given."),
-    ] = True,
-    kv_cache_bytes: Annotated[
-        str | None, typer.Option("--kv-cache-bytes", help="Memory for KV blocks of each worker, such as 512MiB.")
-    ] = None,
-    kv_transports: KvTransports = None,
-    prefix_cache: PrefixCache = True,
-    kv_dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16"] | None,
-        typer.Option("--kv-dtype", help="Number format of keys and values; auto: float16 with 8-bit weights."),
-    ] = None,
-    weights: Weights = None,
-    deterministic: Deterministic = False,
-    log_level: LogLevel = "info",
-    log_directory: Annotated[
-        Path | None,
-        typer.Option("--log-directory", exists=True, file_okay=False, help="Also write each process's log here."),
-    ] = None,
-    start_timeout: StartTimeout = 600.0,
-) -> None:
+@takes_flag_groups
+def serve(*, cluster: ClusterFlags, engine: EngineFlags) -> None:
     """Run a local cluster in the foreground: a router, prefill workers and decode workers.
 
     One Ctrl-C (or SIGTERM) stops all of it, a second one kills it. Everything runs on this machine; for several, start
     `python -m router`, `python -m prefill_worker` and `python -m decode_worker` yourself.
     """
     from twinstage.cli import serve as command
-    from twinstage.cli.cluster import ClusterConfig
 
-    config = ClusterConfig(
-        models=tuple(model or ("demo",)),
-        prefill=prefill,
-        decode=decode,
-        host=host,
-        port=port,
-        threads=threads,
-        pin_cpus=pin_cpus,
-        kv_cache_bytes=kv_cache_bytes,
-        kv_transports=kv_transports,
-        prefix_cache=prefix_cache,
-        kv_dtype=kv_dtype,
-        weights=weights,
-        deterministic=deterministic,
-        log_level=log_level,
-        log_directory=log_directory,
-    )
-    command.serve(config, start_timeout_s=start_timeout)
+    command.serve(cluster.config(engine), start_timeout_s=engine.start_timeout)
 
 
 @app.command()
-def demo(
-    kv_transports: KvTransports = None,
-    prefix_cache: PrefixCache = True,
-    weights: Weights = None,
-    deterministic: Deterministic = False,
-    log_level: LogLevel = "info",
-    start_timeout: StartTimeout = 600.0,
-) -> None:
+@takes_flag_groups
+def demo(*, engine: EngineFlags) -> None:
     """Start a cluster on the demo model, ask it one question, show where the time went, and stop it."""
     from twinstage.cli import demo as command
-    from twinstage.cli.cluster import ClusterConfig
 
-    config = ClusterConfig(
-        port=0,
-        kv_cache_bytes="384MiB",
-        kv_transports=kv_transports,
-        prefix_cache=prefix_cache,
-        weights=weights,
-        deterministic=deterministic,
-        log_level=log_level,
-    )
-    command.demo(config, start_timeout_s=start_timeout)
+    cluster = ClusterFlags(port=0, pin_cpus=False, kv_cache_bytes="384MiB")
+    command.demo(cluster.config(engine), start_timeout_s=engine.start_timeout)
 
 
 @app.command()
+@takes_flag_groups
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelName = "",
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    timeout: Timeout = None,
-    as_json: AsJson = False,
+    *, prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")], flags: AskFlags
 ) -> None:
     """Continue PROMPT. The text goes to standard output as it comes, usage and timing to standard error."""
     from twinstage.cli import ask
 
-    options = _options(model, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, timeout_s=timeout)
-    ask.generate(address, _text(prompt), options=options, as_json=as_json)
+    ask.generate(flags.address, _text(prompt), options=flags.options(), as_json=flags.as_json)
 
 
 @app.command()
+@takes_flag_groups
 def chat(
+    *,
     prompt: Annotated[str, typer.Argument(help="Message to answer; - reads it from standard input.")],
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelName = "",
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
-    temperature: Temperature = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    timeout: Timeout = None,
-    as_json: AsJson = False,
+    flags: AskFlags,
 ) -> None:
     """Answer PROMPT as a chat. The text goes to standard output as it comes, usage and timing to standard error."""
     from twinstage.cli import ask
 
-    options = _options(model, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, timeout_s=timeout)
-    ask.chat(address, _text(prompt), options=options, as_json=as_json)
+    ask.chat(flags.address, _text(prompt), options=flags.options(), as_json=flags.as_json)
 
 
 @app.command()
@@ -258,25 +130,6 @@ def health(
     print(status)
     if status != "SERVING":
         raise typer.Exit(1)
-
-
-def _options(
-    model: str,
-    *,
-    max_tokens: int,
-    temperature: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-    timeout_s: float | None,
-) -> Options:
-    from twinstage.client.options import Options, Sampling, Stopping
-
-    return Options(
-        model=model,
-        sampling=Sampling(temperature=temperature, seed=seed),
-        stopping=Stopping(max_tokens=max_tokens, stop=tuple(stop or ())),
-        timeout_s=timeout_s,
-    )
 
 
 def _text(argument: str) -> str:

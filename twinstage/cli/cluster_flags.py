@@ -1,0 +1,109 @@
+"""The flags of commands that start a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from twinstage.cli.cluster import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """How workers compute, what they keep and hand over, and what is told of them."""
+
+    kv_transports: Annotated[
+        str | None, typer.Option("--kv-transports", help="Ways to hand over KV blocks, best first, such as shm,tcp.")
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep the KV blocks of finished requests for those that begin alike, until their memory is needed.",
+        ),
+    ] = True
+    weights: Annotated[
+        Literal["stock", "auto", "fp32", "int8"] | None,
+        typer.Option(
+            "--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: fp32 where possible."
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="The same request gives the same bits, whatever else is computed; slower."
+        ),
+    ] = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option("--log-level", help="Least severity that is shown."),
+    ] = "info"
+    start_timeout: Annotated[
+        float, typer.Option("--start-timeout", min=1, help="Seconds within which the cluster must be ready.")
+    ] = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """Which processes there are, and what each of them gets."""
+
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="[NAME=]REF",
+            help="Model to serve: a directory, a Hub id, a .gguf file, 'demo' or 'demo-embedding'. Repeatable; NAME "
+            "is what requests call it. An embedding model gets one prefill worker. Default: demo.",
+        ),
+    ] = None
+    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill workers of each generation model.")] = 1
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers of each generation model.")] = 1
+    host: Annotated[str, typer.Option("--host", help="Address at which the router listens.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the router; 0 takes a free one.")] = (
+        50051
+    )
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, help="Threads of each worker; by default the cores are shared out."),
+    ] = None
+    pin_cpus: Annotated[
+        bool,
+        typer.Option(help="Bind each worker to its share of the cores, unless they are too few or --threads is given."),
+    ] = True
+    kv_cache_bytes: Annotated[
+        str | None, typer.Option("--kv-cache-bytes", help="Memory for KV blocks of each worker, such as 512MiB.")
+    ] = None
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"] | None,
+        typer.Option("--kv-dtype", help="Number format of keys and values; auto: float16 with 8-bit weights."),
+    ] = None
+    log_directory: Annotated[
+        Path | None,
+        typer.Option("--log-directory", exists=True, file_okay=False, help="Also write each process's log here."),
+    ] = None
+
+    def config(self, engine: EngineFlags) -> ClusterConfig:
+        """What is to be started."""
+        from twinstage.cli.cluster import ClusterConfig
+
+        return ClusterConfig(
+            models=tuple(self.model or ("demo",)),
+            prefill=self.prefill,
+            decode=self.decode,
+            host=self.host,
+            port=self.port,
+            threads=self.threads,
+            pin_cpus=self.pin_cpus,
+            kv_cache_bytes=self.kv_cache_bytes,
+            kv_transports=engine.kv_transports,
+            prefix_cache=engine.prefix_cache,
+            kv_dtype=self.kv_dtype,
+            weights=engine.weights,
+            deterministic=engine.deterministic,
+            log_level=engine.log_level,
+            log_directory=self.log_directory,
+        )
