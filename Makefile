@@ -1,5 +1,7 @@
 # make demo     a real model answers through three processes
 # make test     all tests
+# make chaos    processes and links of a real cluster fail at random while it is loaded; SEED=1 MINUTES=2
+#               TRANSPORT=shm|tcp|both FAULTS=n (ends after so many, within MINUTES)
 # make check    linters, types, import boundaries, protos
 # make bench    every row of bench/RESULTS.md, with the peers, which it installs first (about 40 minutes on two cores)
 # make bench-quick   the same for Twinstage alone, in less than five minutes
@@ -12,14 +14,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 # pytest-xdist processes: the tests start servers of their own, so more than the cores only adds waiting.
 TEST_PROCESSES ?= 2
+SEED ?= 1
+MINUTES ?= 2
+TRANSPORT ?= both
 
 # Plain `make` says what there is.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test check bench bench-quick protos clean
+.PHONY: help demo test chaos check bench bench-quick protos clean
 
 help:
-	@sed -n 's/^# make /make /p' Makefile
+	@sed -n -e 's/^# make /make /p' -e 's/^#  /  /p' Makefile
 
 # The stamps make a second call instant; they depend on what decides the contents of the environment.
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -46,6 +51,10 @@ demo: $(VENV)/.models
 
 test: $(VENV)/.development
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGUMENTS)
+
+chaos: $(VENV)/.development
+	PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) --minutes $(MINUTES) --transport $(TRANSPORT) \
+	    $(if $(FAULTS),--faults $(FAULTS)) $(CHAOS_ARGUMENTS)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -1,12 +1,16 @@
-"""A TCP proxy that can hold back what passes through it."""
+"""TCP proxies: one on threads that can hold back what passes, and one on an event loop that fails in many ways."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import struct
 import threading
 from types import TracebackType
 from typing import Self
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of zero seconds
 
 
 class SlowProxy:
@@ -84,3 +88,96 @@ class SlowProxy:
         for connection in (source, sink):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+class FaultyLink:
+    """Forwards connections to `target`, and fails as a network does. Belongs to one event loop.
+
+    While a direction is blocked nothing crosses it, not even the end of a connection, and no new connection comes to
+    be of use; what was sent meanwhile arrives afterwards, as TCP would have it. `delay_s` holds everything back.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, port = target.rsplit(":", 1)
+        self._target = (host, int(port))
+        self._server: asyncio.Server | None = None
+        self._forward, self._backward = asyncio.Event(), asyncio.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.address = ""
+        self.delay_s = 0.0
+        self.heal()
+
+    async def open(self) -> None:
+        """Listen; `address` says where."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening and reset what is connected."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def block(self, *, forward: bool = True, backward: bool = True) -> None:
+        """Let nothing pass towards the target, from it, or both."""
+        if forward:
+            self._forward.clear()
+        if backward:
+            self._backward.clear()
+
+    def heal(self) -> None:
+        """Let everything pass, and at once."""
+        self.delay_s = 0.0
+        self._forward.set()
+        self._backward.set()
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for writer in self._writers:
+            _reset(writer)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._connect(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = {writer}
+        self._writers |= writers
+        try:
+            await self._forward.wait()
+            target_reader, target_writer = await asyncio.open_connection(*self._target)
+            writers.add(target_writer)
+            self._writers |= writers
+            async with asyncio.TaskGroup() as pumps:
+                pumps.create_task(self._pump(reader, target_writer, self._forward))
+                pumps.create_task(self._pump(target_reader, writer, self._backward))
+        except* OSError:
+            pass  # one end is gone, and so the other learns of it
+        finally:
+            for each in writers:
+                _reset(each)
+            self._writers -= writers
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passing: asyncio.Event) -> None:
+        while data := await reader.read(65536):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            await passing.wait()
+            writer.write(data)
+            await writer.drain()
+        await passing.wait()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close a connection so that its peer gets an error, and no orderly end."""
+    with contextlib.suppress(OSError, AttributeError):  # closed already
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    writer.transport.abort()

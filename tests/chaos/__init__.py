@@ -1,0 +1,14 @@
+"""Chaos: a real cluster under mixed load while its processes and links fail, by a schedule drawn from one seed.
+
+    schedule   what happens when: calls and faults, drawn from a seed, and as JSON to play again
+    cases      the requests, and what one engine alone answers to them
+    cluster    router and workers as processes, each behind a link that can fail
+    faults     carries the faults out
+    load       makes the calls and keeps what came back
+    judge      what came back against what must come back
+    invariants what must hold when all faults are healed, and after the end
+    report     the summary, for people and as JSON
+    run        all of it in order
+
+`PYTHONPATH=tests python -m chaos --seed 7 --minutes 2`, or `make chaos SEED=7 MINUTES=2`.
+"""

@@ -1,0 +1,87 @@
+"""`python -m chaos`: one long run, or a schedule that is played again. Exit code 1 when anything was wrong."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from chaos.cases import AnsweredCase, answered_cases, make_chaos_model
+from chaos.cluster import ChaosCluster, Shape
+from chaos.report import document, explanation, summary
+from chaos.run import ChaosRun, Result
+from chaos.schedule import Plan, Schedule, draw
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="what the schedule is drawn from")
+    parser.add_argument("--minutes", type=float, default=2.0, help="how long faults are made")
+    parser.add_argument("--faults", type=int, help="end after so many faults, if they come before the minutes are over")
+    parser.add_argument("--transport", choices=("shm", "tcp", "both"), default="both")
+    parser.add_argument("--weights", choices=("fp32", "stock"), default="fp32", help="stock: in deterministic mode")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=3, help="decode workers")
+    parser.add_argument("--faults-per-second", type=float, default=0.4)
+    parser.add_argument("--calls-per-second", type=float, default=6.0)
+    parser.add_argument("--cases", type=int, default=80, help="different requests")
+    parser.add_argument("--schedule", type=Path, help="play this schedule, a JSON file, and draw none")
+    parser.add_argument("--directory", type=Path, help="where logs, schedule and report stay; by default a new one")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run, print the summary, and return the exit code."""
+    arguments = _arguments()
+    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="twinstage-chaos-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    model = make_chaos_model(directory / "model")
+    is_stock = arguments.weights == "stock"
+    cases = answered_cases(
+        model, count=arguments.cases, longest=1500, weights=arguments.weights, deterministic=is_stock
+    )
+    shape = Shape(
+        model=str(model),
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        transport=arguments.transport,
+        weights=arguments.weights,
+        deterministic=is_stock,
+    )
+    schedule = _schedule(arguments, shape)
+    (directory / "schedule.json").write_text(schedule.to_json())
+    print(f"seed {schedule.seed}; logs, schedule.json and report.json in {directory}", flush=True)
+    result = asyncio.run(_run(directory, shape, cases, schedule))
+    report = document(result)
+    (directory / "report.json").write_text(json.dumps(report, indent=2))
+    print(summary(report))
+    if result.violations:
+        print(explanation(result, directory), flush=True)
+    return 1 if result.violations else 0
+
+
+def _schedule(arguments: argparse.Namespace, shape: Shape) -> Schedule:
+    if arguments.schedule is not None:
+        return Schedule.from_json(arguments.schedule.read_text())
+    plan = Plan(
+        workers=shape.worker_ids,
+        links=shape.link_names,
+        num_cases=arguments.cases,
+        seconds=arguments.minutes * 60,
+        num_faults=arguments.faults,
+        faults_per_s=arguments.faults_per_second,
+        calls_per_s=arguments.calls_per_second,
+    )
+    return draw(arguments.seed, plan)
+
+
+async def _run(directory: Path, shape: Shape, cases: list[AnsweredCase], schedule: Schedule) -> Result:
+    async with ChaosCluster(directory, shape).opened() as cluster:
+        return await ChaosRun(cluster, cases, [schedule], say=lambda line: print(line, flush=True)).play()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
