@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+from router.ledger import Placement
 from router.placement import WorkerKey
 from router.waiting import first_of
 from router.worker_entry import WorkerLife
@@ -20,6 +21,18 @@ Result = TypeVar("Result")
 # From the end of a transfer on one worker until the other one must have said why it ended.
 SENDERS_WORD_S = 2.0
 RECEIVERS_WORD_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A place on the decode worker: where its tokens arrive, and what the ledger counts for it."""
+
+    subscription: DecodeSubscription
+    placement: Placement
+
+    def granted(self, grant: KvGrant) -> None:
+        """The blocks are set aside; those that the worker had already are not this request's alone."""
+        self.placement.granted(len(grant.block_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +111,15 @@ def blaming(worker: WorkerKey, peer: WorkerKey | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stand_by(decode: WorkerLife | None, spec: SequenceSpec) -> Iterator[DecodeSubscription | None]:
+def stand_by(decode: WorkerLife | None, spec: SequenceSpec) -> Iterator[Standby | None]:
     """A place on the decode worker. Leaving it ends whatever the request still has there."""
     if decode is None:
         yield None
         return
     assert decode.session is not None
     blocks = decode.candidate().blocks_for(len(spec.prompt_token_ids) + len(spec.resumed_token_ids))
-    with decode.ledger.placed(blocks=blocks), decode.session.subscribe(spec.request_id) as subscription:
-        yield subscription
+    with (
+        decode.ledger.placed(blocks=blocks) as placement,
+        decode.session.subscribe(spec.request_id) as subscription,
+    ):
+        yield Standby(subscription, placement)

@@ -185,15 +185,16 @@ class Flow:
             request_id=RequestId(f"{self._request.spec.request_id}#{turn}"),
             resumed_token_ids=tuple(self._token_ids),
         )
-        with stand_by(decode, spec) as subscription:
+        with stand_by(decode, spec) as standby:
             with self._trail.expected(self._sequence, pair.prefill, pair.decode):
-                if decode is None or subscription is None:
+                if decode is None or standby is None:
                     finish = await self._prefill(spec, prefill)
                 else:
                     grant = await self._reserve(spec, decode)
-                    finish = await self._prefill(spec, prefill, Receiver(prefill, decode, grant, subscription))
-            if finish is None and decode is not None and subscription is not None:
-                finish = await self._decode(decode, subscription)
+                    standby.granted(grant)
+                    finish = await self._prefill(spec, prefill, Receiver(prefill, decode, grant, standby.subscription))
+            if finish is None and decode is not None and standby is not None:
+                finish = await self._decode(decode, standby.subscription)
         if finish is None:
             raise InternalError(f"worker {prefill.key.worker_id} did not end a request of one token")
         return finish

@@ -1,7 +1,9 @@
 """The ledger of one worker: what this router has placed on it, and what of that the worker's reports cannot show yet.
 
 A worker's load arrives up to an interval late. Placing by reports alone would send a burst of requests to one worker,
-so each placement is counted here at once: in full while it lasts, and as "unreported" until the next report.
+so each placement is counted here at once: in full while it lasts, and as "unreported" until the next report. Of KV
+blocks, a placement counts those of the whole prompt until its grant says how many the worker set aside for it alone:
+blocks that requests share are held once, however many share them, and they are in the worker's reports.
 """
 
 from __future__ import annotations
@@ -25,6 +27,24 @@ class _Sums:
         self.blocks += sign * blocks
 
 
+class Placement:
+    """One placement in a ledger, while it lasts."""
+
+    __slots__ = ("_ledger", "blocks", "reports", "tokens")
+
+    def __init__(self, ledger: Ledger, *, tokens: int, blocks: int, reports: int) -> None:
+        self._ledger = ledger
+        self.tokens = tokens
+        self.blocks = blocks
+        self.reports = reports  # that had arrived before
+
+    def granted(self, blocks: int) -> None:
+        """The worker set `blocks` aside for this placement alone."""
+        self._ledger._count(self, sign=-1)
+        self.blocks = blocks
+        self._ledger._count(self, sign=1)
+
+
 class Ledger:
     """Sums over the placements on one worker. Not thread-safe."""
 
@@ -34,17 +54,19 @@ class Ledger:
         self._reports = 0
 
     @contextlib.contextmanager
-    def placed(self, *, tokens: int = 0, blocks: int = 0) -> Iterator[None]:
+    def placed(self, *, tokens: int = 0, blocks: int = 0) -> Iterator[Placement]:
         """Count a placement for as long as the block lasts: prompt tokens to compute, or KV blocks to hold."""
-        reports = self._reports
-        self._live.add(tokens=tokens, blocks=blocks, sign=1)
-        self._unreported.add(tokens=tokens, blocks=blocks, sign=1)
+        placement = Placement(self, tokens=tokens, blocks=blocks, reports=self._reports)
+        self._count(placement, sign=1)
         try:
-            yield
+            yield placement
         finally:
-            self._live.add(tokens=tokens, blocks=blocks, sign=-1)
-            if reports == self._reports:
-                self._unreported.add(tokens=tokens, blocks=blocks, sign=-1)
+            self._count(placement, sign=-1)
+
+    def _count(self, placement: Placement, *, sign: int) -> None:
+        self._live.add(tokens=placement.tokens, blocks=placement.blocks, sign=sign)
+        if placement.reports == self._reports:
+            self._unreported.add(tokens=placement.tokens, blocks=placement.blocks, sign=sign)
 
     def report_arrived(self) -> None:
         """From now on the worker's own numbers include what was placed before."""

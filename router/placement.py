@@ -2,8 +2,9 @@
 
 A pure function of a snapshot. It chooses the prefill worker with the fewest prompt tokens to compute until the request
 has its first token: those that wait, and those of the request that it has not cached. And the decode worker with room
-and the fewest sequences, where one that has most of the prompt may have one more. Equals take turns. Workers that
-failed this request fatally are excluded, those that failed it otherwise are taken only when there is no other.
+for what it lacks of the prompt and the fewest sequences, where one that has most of it may have one more. Equals take
+turns. Workers that failed this request fatally are excluded, those that failed it otherwise are taken only when there
+is no other.
 """
 
 from __future__ import annotations
@@ -105,8 +106,11 @@ def place(
         return Refusal.TOO_LARGE
 
     def decode_cost(candidate: Candidate) -> tuple[int, ...]:
-        lacks_room = candidate.free_blocks < candidate.blocks_for(demand.num_tokens)
         held = demand.held_by(candidate)
+        # What others hold of the prompt is shared and takes no more room. What nobody holds counts as free and does
+        # take some; the router cannot tell them apart, and at worst the request waits there for blocks.
+        needed = candidate.blocks_for(demand.num_tokens) - held // candidate.block_size
+        lacks_room = candidate.free_blocks < needed
         holds_most = 2 * held >= demand.num_tokens
         return (
             candidate.key in avoided,

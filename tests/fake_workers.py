@@ -288,6 +288,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         self._sessions: dict[str, asyncio.Queue[worker_pb2.SessionResponse]] = {}
         self._transfers: dict[int, str] = {}
         self._next_transfer = itertools.count(1)
+        self.shared_blocks = 0  # leading ones of every prompt, which are held already
 
     def _add_service(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
@@ -345,7 +346,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             self._tell_failure(session_id, spec.request_id, error)
             return
         num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
-        blocks = -(-num_tokens // BLOCK_SIZE)
+        blocks = -(-num_tokens // BLOCK_SIZE) - self.shared_blocks
         self.reservations[spec.request_id] = _Reservation(spec=spec, session_id=session_id, blocks=blocks)
         self.report(replace(self.load, free_kv_blocks=self.free_blocks, running=len(self.reservations)))
         transfer_id = next(self._next_transfer)
@@ -357,6 +358,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             generation=1,
             token=b"token",
             block_ids=tuple(range(blocks)),
+            num_cached_blocks=self.shared_blocks,
             layout_fingerprint=self.description.kv_layout_fingerprint,
             endpoints=(
                 KvEndpoint(transport="shm", address="/run/kv.sock", host_id="host"),

@@ -77,6 +77,21 @@ async def test_a_prompt_that_begins_like_an_earlier_one_goes_to_the_workers_that
         assert again[0] == again[1]
 
 
+async def test_blocks_that_requests_share_do_not_fill_a_decode_worker_in_the_routers_books() -> None:
+    async with running(model=make_model(max_model_len=512), total_blocks=40) as rig:
+        worker = rig.cluster.decode[0]
+        worker.shared_blocks = 9
+        gates = [worker.script.stall("decode 2") for _ in range(4)]
+        prompt = TokenPrompt(token_ids=tuple(3 + index % 5 for index in range(40)))  # 10 blocks
+        calls = [asyncio.create_task(rig.collect(request(4, prompt=prompt))) for _ in range(4)]
+        (life,) = rig.workers.models["fake"].decode
+        await until(lambda: len(worker.reservations) == 4, what="four reservations")
+        await until(lambda: life.candidate().free_blocks == 40 - 4 == worker.free_blocks, what="one block for each")
+        for gate in gates:
+            gate.set()
+        await asyncio.gather(*calls)
+
+
 async def test_grant_gets_the_host_at_which_the_router_reaches_the_decode_worker() -> None:
     async with running() as rig:
         await rig.collect(request(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -43,6 +44,14 @@ def test_equal_queues_go_by_running_requests() -> None:
 def test_decode_worker_with_room_wins_over_an_idle_one_without() -> None:
     workers = (decode("d0", running=0, free=2), decode("d1", running=5, free=3))
     assert place(DEMAND, Snapshot(prefill=(prefill("p"),), decode=workers)) == Pair(prefill=key("p"), decode=key("d1"))
+
+
+def test_room_is_needed_only_for_what_a_decode_worker_lacks() -> None:
+    workers = (decode("d0", running=0, free=1), decode("d1", running=5, free=3))
+    snapshot = Snapshot(prefill=(prefill("p"),), decode=workers)
+    for held, chosen in ((31, "d1"), (32, "d0")):  # of the three blocks, one or two
+        demand = Demand(num_tokens=40, held_tokens={key("d0"): held})
+        assert place(demand, snapshot) == Pair(prefill=key("p"), decode=key(chosen))
 
 
 def test_fewest_sequences_wins_among_those_with_room() -> None:
@@ -135,3 +144,21 @@ def test_ledger_of_a_placement_that_ends_before_the_next_report() -> None:
     with ledger.placed(blocks=3):
         pass
     assert ledger.free_blocks(load, 60) == 60
+
+
+def test_ledger_counts_shared_blocks_of_a_grant_once() -> None:
+    """Ten requests share 6 of 7 blocks: they hold 16 blocks, not 70."""
+    ledger, total = Ledger(), 60
+    with contextlib.ExitStack() as scope:
+        placements = [scope.enter_context(ledger.placed(blocks=7)) for _ in range(10)]
+        assert ledger.free_blocks(WorkerLoad(free_kv_blocks=total), total) == 0
+        for index, placement in enumerate(placements):
+            placement.granted(1 if index else 7)
+        assert ledger.free_blocks(WorkerLoad(free_kv_blocks=total), total) == 44
+        ledger.report_arrived()
+        assert ledger.free_blocks(WorkerLoad(free_kv_blocks=44), total) == 44
+        with ledger.placed(blocks=7) as late:
+            ledger.report_arrived()
+            late.granted(1)  # the reports have it, or will
+            assert ledger.free_blocks(WorkerLoad(free_kv_blocks=43), total) == 43
+    assert ledger.free_blocks(WorkerLoad(free_kv_blocks=total), total) == total
