@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 from twinstage.errors import KvExhausted
@@ -11,6 +12,7 @@ from twinstage.kv.prefix_index import HashChain, PrefixHasher
 from twinstage.types import KvEndpoint, KvGrant, SequenceSpec, WorkerDescription
 
 TOKEN_BYTES = 32
+MAX_TOKENS_NAMED_AT_ONCE = 8192  # takes half a millisecond of the event loop
 
 
 def blocks_needed(spec: SequenceSpec, layout: KvLayout, *, pool_blocks: int) -> int:
@@ -26,11 +28,17 @@ def blocks_needed(spec: SequenceSpec, layout: KvLayout, *, pool_blocks: int) -> 
     return layout.blocks_for(tokens)
 
 
-def block_names(spec: SequenceSpec, hasher: PrefixHasher | None) -> HashChain | None:
-    """The names of the prompt's complete blocks, under which this worker may have them; None without a prefix cache."""
+async def block_names(spec: SequenceSpec, hasher: PrefixHasher | None) -> HashChain | None:
+    """The names of the prompt's complete blocks, under which this worker may have them; None without a prefix cache.
+
+    Those of a long prompt are made on another thread, which gives up the interpreter's lock in between.
+    """
     if hasher is None:
         return None
-    return hasher.chain([*spec.prompt_token_ids, *spec.resumed_token_ids], salt=spec.cache_salt)
+    token_ids = [*spec.prompt_token_ids, *spec.resumed_token_ids]
+    if len(token_ids) <= MAX_TOKENS_NAMED_AT_ONCE:
+        return hasher.chain(token_ids, salt=spec.cache_salt)
+    return await asyncio.to_thread(hasher.chain, token_ids, salt=spec.cache_salt)
 
 
 def make_grant(

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from twinstage.errors import DeadlineExceeded, KvExhausted, TwinstageError
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.prefix_index import HashChain
+from twinstage.kv.shortage import Shortage
 from twinstage.types import RequestId
 
 MAX_WAITING = 1024
@@ -37,6 +38,7 @@ class _Waiter(Generic[Reserved]):
     wish: Wish
     use: Callable[[BlockTable], Reserved]
     result: asyncio.Future[Reserved]
+    shortage: Shortage | None = None  # why it still waits
 
 
 class Reservations(Generic[Reserved]):
@@ -97,12 +99,15 @@ class Reservations(Generic[Reserved]):
         while self._waiters and self._may_take():
             waiter = self._waiters[0]
             wish = waiter.wish
+            keep_free = self._headroom()
+            if waiter.shortage is not None and not waiter.shortage.may_be_over(self._pool, keep_free=keep_free):
+                return
             prefix = wish.hashes.hashes if wish.hashes is not None else ()
+            changes = self._pool.changes
             try:
-                table = self._pool.allocate(
-                    wish.num_blocks, owner=wish.owner, keep_free=self._headroom(), prefix=prefix
-                )
+                table = self._pool.allocate(wish.num_blocks, owner=wish.owner, keep_free=keep_free, prefix=prefix)
             except KvExhausted:
+                waiter.shortage = Shortage(changes=changes, keep_free=keep_free)
                 return
             self._waiters.popleft()
             try:

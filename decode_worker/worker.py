@@ -7,41 +7,36 @@
     DONE        finished, ended by the router, or failed
 
 Everything about a request is decided on the event loop; the engine's thread and the channel's threads report to it.
-`_end` is the one way in which a request ends, and gives its blocks back through whoever may still touch them: the
-receiver (`revoke`, which answers when no late write can land) or the engine.
+Until its blocks are committed, a request is in `arrivals`; then it is in the engine. `_end` is the one way in which it
+ends, and gives its blocks back through whichever of the two may still touch them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from decode_worker.grants import block_names, blocks_needed, make_grant
-from decode_worker.intake import Intake, OpenGrant
-from decode_worker.request import DecodeRequest, RequestBook, blamed, totals_of
-from decode_worker.reservations import Reservations, Wish
+from decode_worker.arrivals import Arrivals
+from decode_worker.grants import block_names
+from decode_worker.intake import Intake
+from decode_worker.request import DecodeRequest, RequestBook, totals_of
 from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
 from twinstage.engine.core import EngineCore, StepOutput
 from twinstage.engine.loop import EngineLoop
-from twinstage.errors import Cancelled, Draining, InternalError, TransferError, TwinstageError
+from twinstage.errors import Cancelled, Draining, InternalError, TwinstageError
 from twinstage.hosting.assemble import EngineParts
 from twinstage.hosting.load_board import LoadBoard, pool_load
 from twinstage.hosting.sequence_check import check_sequence
-from twinstage.kv.block_pool import BlockTable
 from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
 from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.receiver import KvReceiver
-from twinstage.transfer.values import ReceivedBlocks
 from twinstage.types import KvGrant, RequestId, Role, SequenceSpec, WorkerDescription, WorkerLoad
 
 logger = get_logger(__name__)
-
-MAX_LEASE_S = 600.0  # the router ends its requests itself; the lease is for the time when it cannot
 
 
 class DecodeWorker:
@@ -62,31 +57,25 @@ class DecodeWorker:
         self._parts = parts
         self._loop = loop
         self._engine = EngineLoop(parts.core, self._on_step, name="decode-engine")
-        self._intake = Intake(
-            submit=self._engine.submit,
-            on_opened=lambda transfer_id: self._call_soon(self._opened, transfer_id),
-            on_committed=lambda transfer_id, received: self._call_soon(self._committed, transfer_id, received),
-            on_failed=lambda transfer_id, error: self._call_soon(self._transfer_failed, transfer_id, error),
-            on_rejected=lambda key, error: self._call_soon(self._rejected, key, error),
-        )
-        self._reservations: Reservations[DecodeRequest] = Reservations(
-            parts.pool,
-            may_take=lambda: not self._engine.load().waiting,  # preempted sequences come first
-            headroom=lambda: self._engine.load().running,  # each may soon need one more
-            give_up=lambda request: self._end(request, CancelledOutcome()),
-            on_change=self._note_change,
-        )
         self._sessions = Sessions()
         self._requests = RequestBook()
+        self._arrivals = Arrivals(
+            parts,
+            engine=self._engine,
+            open_receiver=open_receiver,
+            description=description,
+            requests=self._requests,
+            loop=loop,
+            end=self._end,
+            on_rejected=self._rejected,
+            on_change=self._note_change,
+        )
         self._finished = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         parts.pool.add_free_listener(lambda: self._call_soon(self._blocks_freed))
-        self._receiver = open_receiver(self._intake)
-        self._receiver.start()
-        for endpoint in self._receiver.endpoints:
-            logger.info("kv listener ready", transport=endpoint.transport, address=endpoint.address)
+        self._arrivals.start()
         self._engine.start()
 
     # --- the door ------------------------------------------------------------------------------------
@@ -101,7 +90,7 @@ class DecodeWorker:
         """The router has gone: end all that it asked for. Idempotent."""
         if not self._sessions.remove(session):
             return
-        self._reservations.refuse(session_lost(session.session_id), session_id=session.session_id)
+        self._arrivals.refuse(session_lost(session.session_id), session_id=session.session_id)
         for request in self._requests.live(session):
             self._end(request, CancelledOutcome())
         self._note_change()
@@ -109,7 +98,7 @@ class DecodeWorker:
     def abort(self, session: Session, request_id: RequestId) -> None:
         """The router ends a request; nothing happens when it has ended already."""
         ended = Cancelled(f"request {request_id} was ended by the router")
-        self._reservations.refuse(ended, session_id=session.session_id, request_id=request_id)
+        self._arrivals.refuse(ended, session_id=session.session_id, request_id=request_id)
         for request in self._requests.live(session):
             if request.spec.request_id == request_id:
                 self._end(request, CancelledOutcome())
@@ -120,33 +109,20 @@ class DecodeWorker:
         Raises InvalidRequest, KvExhausted (it can never fit, or too many wait), DeadlineExceeded, Draining, or
         WorkerLost when the session is not open.
         """
+        self._admit(session_id)
+        check_sequence(spec, self.description.model)
+        started_s = time.monotonic()
+        hashes = await block_names(spec, self._parts.hasher)
+        session = self._admit(session_id)  # much may have happened in between
+        deadline_s = started_s + timeout_s
+        request = await self._arrivals.reserve(session, spec, hashes=hashes, deadline_s=deadline_s)
+        return request.grant, time.monotonic() - started_s
+
+    def _admit(self, session_id: str) -> Session:
+        """Raises Draining, or WorkerLost when the session is not open."""
         if self._draining:
             raise Draining("this decode worker is shutting down")
-        session = self._sessions.get(session_id)
-        check_sequence(spec, self.description.model)
-        needed = blocks_needed(spec, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
-        transfer_id = secrets.randbits(63)
-        key = RequestId(f"{spec.request_id}#{transfer_id:x}")
-        hashes = block_names(spec, self._parts.hasher)
-        wish = Wish(request_id=spec.request_id, session_id=session_id, owner=key, num_blocks=needed, hashes=hashes)
-        started_s = time.monotonic()
-        deadline_s = started_s + timeout_s
-
-        def use(table: BlockTable) -> DecodeRequest:
-            lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
-            endpoints = self._receiver.endpoints
-            grant = make_grant(table, self.description, transfer_id=transfer_id, endpoints=endpoints, lease_s=lease_s)
-            self._receiver.expect(grant)  # raises before anything else knows of the grant
-            lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
-            request = DecodeRequest(
-                key=key, spec=spec, session=session, table=table, grant=grant, lease=lease, deadline_s=deadline_s
-            )
-            self._requests.enter(request)
-            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes))
-            return request
-
-        request = await self._reservations.take(wish, use, timeout_s=timeout_s)
-        return request.grant, time.monotonic() - started_s
+        return self._sessions.get(session_id)
 
     # --- from other threads --------------------------------------------------------------------------
 
@@ -158,29 +134,10 @@ class DecodeWorker:
 
     # --- on the event loop ---------------------------------------------------------------------------
 
-    def _opened(self, transfer_id: int) -> None:
-        if (request := self._requests.expected(transfer_id)) is not None:
-            request.lifecycle.advance(DecodePhase.RECEIVING)
-
-    def _committed(self, transfer_id: int, received: ReceivedBlocks) -> None:
-        if (request := self._requests.committed(transfer_id)) is not None:
-            request.lease.cancel()
-            request.kv_bytes_received = received.kv_bytes
-            request.lifecycle.advance(DecodePhase.QUEUED)
-
-    def _transfer_failed(self, transfer_id: int, error: TransferError) -> None:
-        if (request := self._requests.expected(transfer_id)) is not None:
-            self._end(request, Failed(blamed(request, error)))
-
     def _rejected(self, key: RequestId, error: BaseException) -> None:
         """The engine did not take a sequence; its blocks are free."""
         if (request := self._requests.get(key)) is not None:
             self._settle(request, Failed(error if isinstance(error, TwinstageError) else InternalError(str(error))))
-
-    def _lease_ended(self, transfer_id: int) -> None:
-        if (request := self._requests.expected(transfer_id)) is not None:
-            error = TransferError("nobody filled the granted KV blocks before the lease ended")
-            self._end(request, Failed(blamed(request, error)))
 
     def _deliver(self, output: StepOutput) -> None:
         told = StepMessages()
@@ -217,9 +174,7 @@ class DecodeWorker:
             return
         self._requests.hold(request.key)
         self._settle(request, outcome)
-        if self._intake.withdraw(request.grant.transfer_id):
-            self._receiver.revoke(request.grant.transfer_id, partial(self._fenced, request))
-        else:
+        if not self._arrivals.give_up(request, lambda: self._call_soon(self._freed, request.key)):
             dropped = self._engine.submit(partial(_drop, request.key))
             dropped.add_done_callback(lambda _: self._call_soon(self._freed, request.key))
 
@@ -235,21 +190,16 @@ class DecodeWorker:
             self._tell(request.session, SessionFailure(request_id=request.spec.request_id, error=outcome.error))
         self._note_change()
 
-    def _fenced(self, request: DecodeRequest) -> None:
-        """No late write can land any more. On any thread."""
-        request.table.release()
-        self._call_soon(self._freed, request.key)
-
     def _freed(self, key: RequestId) -> None:
         self._requests.freed(key)
         self._blocks_freed()
 
     def _blocks_freed(self) -> None:
-        self._reservations.serve()
+        self._arrivals.serve()
         self._note_change()
 
     def _note_change(self) -> None:
-        if self._requests.is_empty and not len(self._reservations):
+        if self._requests.is_empty and not self._arrivals.num_waiting:
             self._idle.set()
         else:
             self._idle.clear()
@@ -266,10 +216,10 @@ class DecodeWorker:
         return replace(
             pool_load(self._parts.pool),
             running=load.running,
-            waiting=load.waiting + len(self._reservations),
+            waiting=load.waiting + self._arrivals.num_waiting,
             waiting_tokens=load.waiting_tokens,
             finished=self._finished,
-            kv_bytes_received=self._receiver.bytes_received,
+            kv_bytes_received=self._arrivals.bytes_received,
             draining=self._draining,
         )
 
@@ -278,7 +228,7 @@ class DecodeWorker:
     def begin_drain(self) -> None:
         """Take nothing new from now on; what waits for blocks is refused, what has them goes on."""
         self._draining = True
-        self._reservations.refuse(Draining("this decode worker is shutting down"))
+        self._arrivals.refuse(Draining("this decode worker is shutting down"))
         self._note_change()
 
     async def wait_idle(self) -> None:
@@ -297,7 +247,7 @@ class DecodeWorker:
 
     def close(self) -> int:
         """Join the threads, check the pool's books and give the memory back; returns the number of leaked blocks."""
-        self._receiver.close()
+        self._arrivals.close()
         self._engine.stop()
         return self._parts.close()
 

@@ -6,15 +6,17 @@ The engine is the real one over a stand-in model; the KV receiver is a stand-in 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 from structlog.testing import capture_logs
 
-import decode_worker.worker
+import decode_worker.arrivals
+from decode_worker.grants import MAX_TOKENS_NAMED_AT_ONCE, block_names
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.service import DecodeServicer
 from decode_worker.sessions import MAX_UNREAD_MESSAGES, Session, SessionFailure, SessionMessage, SessionStep
@@ -35,6 +37,7 @@ from twinstage.errors import (
     WorkerLost,
 )
 from twinstage.kv.block_pool import BlockPool, BlockTable
+from twinstage.kv.prefix_index import BlockHash, HashChain, PrefixHasher, PrefixIndex
 from twinstage.lifecycle import DecodePhase, Lifecycle
 from twinstage.rpc.convert_worker import sequence_spec_to_proto
 from twinstage.rpc.worker_service import Loading
@@ -441,7 +444,7 @@ async def test_a_failed_transfer_is_reported_and_its_blocks_return() -> None:
 
 
 async def test_a_grant_that_nobody_uses_ends_with_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_worker.worker, "MAX_LEASE_S", 0.05)
+    monkeypatch.setattr(decode_worker.arrivals, "MAX_LEASE_S", 0.05)
     async with _bench() as bench:
         session = bench.worker.open_session("s")
         await bench.worker.reserve("s", _spec(), timeout_s=30.0)
@@ -714,6 +717,76 @@ async def test_the_queue_of_reservations_is_bounded(monkeypatch: pytest.MonkeyPa
         assert isinstance(result, Draining)
     holder.release()
     assert len(reservations) == 0
+
+
+async def test_a_long_prompt_that_waits_is_looked_up_only_when_the_pool_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lookups: list[int] = []
+    match = PrefixIndex.match
+
+    def counting(index: PrefixIndex, hashes: Sequence[BlockHash], *, multiple: int = 1) -> list[int]:
+        lookups.append(len(hashes))
+        return match(index, hashes, multiple=multiple)
+
+    pool = BlockPool(600)
+    hasher = PrefixHasher("layout", block_size=BLOCK_SIZE)
+    holders = [pool.allocate(count, owner="holder") for count in (500, 50, 50)]
+    running = 2
+    reservations = _reservations(pool, headroom=lambda: running)
+    monkeypatch.setattr(PrefixIndex, "match", counting)
+    wish = replace(_wish(500), hashes=hasher.chain(range(2000)))
+    waiting = asyncio.ensure_future(reservations.take(wish, lambda table: table, timeout_s=60.0))
+    await asyncio.sleep(0)
+    for _ in range(100):  # each step of the engine asks
+        reservations.serve()
+    assert lookups == [500]
+    holders[1].release()
+    for _ in range(100):
+        reservations.serve()
+    holders[0].publish(0, hasher.chain(range(2000)).hashes[:449])
+    for _ in range(100):
+        reservations.serve()
+    assert lookups == [500] * 3
+    running = 1  # 51 blocks and one to stay free are too many still
+    reservations.serve()
+    holders[2].release()
+    reservations.serve()
+    assert lookups == [500] * 5
+    assert (await waiting).num_shared == 449
+
+
+async def test_a_long_prompt_is_named_beside_the_event_loop_and_a_short_one_at_once() -> None:
+    threads: list[str] = []
+
+    class Noting(PrefixHasher):
+        def chain(self, token_ids: Sequence[int] = (), *, salt: str = "") -> HashChain:
+            threads.append(threading.current_thread().name)
+            return super().chain(token_ids, salt=salt)
+
+    hasher = Noting("layout", block_size=BLOCK_SIZE)
+    for extra in (0, 1):
+        spec = replace(_spec(), prompt_token_ids=tuple(range(MAX_TOKENS_NAMED_AT_ONCE - 1)), resumed_token_ids=(1,))
+        spec = replace(spec, resumed_token_ids=(1,) * (1 + extra), cache_salt="salt")
+        names = await block_names(spec, hasher)
+        known = [*spec.prompt_token_ids, *spec.resumed_token_ids]
+        assert names is not None
+        assert names.hashes == PrefixHasher("layout", block_size=BLOCK_SIZE).chain(known, salt="salt").hashes
+    assert [name == threading.current_thread().name for name in threads] == [True, False]
+
+
+async def test_a_worker_that_begins_to_drain_while_a_prompt_is_named_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_worker.grants.MAX_TOKENS_NAMED_AT_ONCE", 0)
+    async with _bench(caches=True) as bench:
+        bench.worker.open_session("s")
+        reserving = asyncio.ensure_future(bench.worker.reserve("s", _spec(), timeout_s=60.0))
+        await asyncio.sleep(0)
+        bench.worker.begin_drain()
+        with pytest.raises(Draining):
+            await reserving
+        await bench.all_blocks_free()
 
 
 async def test_running_sequences_keep_room_to_grow() -> None:
