@@ -13,9 +13,15 @@ from typing import Any, Self
 
 
 class FakeOpenAi:
-    """Answers with `max_tokens` tokens, `tokens_per_event` in each event; breaks in the ways that tests ask for."""
+    """Answers with `max_tokens` tokens, `tokens_per_event` in each event; breaks in the ways that tests ask for.
 
-    def __init__(self, *, tokens_per_event: int = 1, lists_ids: bool = False, has_tokenize: bool = True) -> None:
+    `counts` is how an event says its tokens where it is asked to: "ids", "usage" (vLLM) or "timings" (llama.cpp's
+    server). `silent_every` events have tokens and no text.
+    """
+
+    def __init__(
+        self, *, tokens_per_event: int = 1, counts: str = "", silent_every: int = 0, has_tokenize: bool = True
+    ) -> None:
         self.address = ""
         self.requests: list[dict[str, Any]] = []
         self.status = 200
@@ -25,7 +31,8 @@ class FakeOpenAi:
         self.slot_context: int | None = None
         self.is_chunked = True
         self._tokens_per_event = tokens_per_event
-        self._lists_ids = lists_ids
+        self._counts = counts
+        self._silent_every = silent_every
         self.tokenize_path = "/tokenize" if has_tokenize else ""
         self._server: asyncio.Server | None = None
 
@@ -79,12 +86,8 @@ class FakeOpenAi:
         coding = b"Transfer-Encoding: chunked\r\n" if self.is_chunked else b""
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + coding + b"\r\n")
         total = body["max_tokens"]
-        for start in range(0, total, self._tokens_per_event):
-            count = min(self._tokens_per_event, total - start)
-            choice: dict[str, Any] = {"index": 0, "text": " x" * count, "finish_reason": None}
-            if self._lists_ids:
-                choice["token_ids"] = list(range(count))
-            self._event(writer, {"choices": [choice]})
+        for number, start in enumerate(range(0, total, self._tokens_per_event), start=1):
+            self._event(writer, self._some_tokens(body, number, start, min(self._tokens_per_event, total - start)))
             await asyncio.sleep(0.001)
         if self.breaks_off:
             return
@@ -94,6 +97,18 @@ class FakeOpenAi:
         self._event(writer, {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 2}}})
         self._event(writer, {"choices": [], "timings": {"prompt_ms": 12.5, "predicted_ms": 50}})
         self._event(writer, None)
+
+    def _some_tokens(self, body: dict[str, Any], number: int, start: int, count: int) -> dict[str, Any]:
+        is_silent = self._silent_every and number % self._silent_every == 0
+        choice: dict[str, Any] = {"index": 0, "text": "" if is_silent else " x" * count, "finish_reason": None}
+        event: dict[str, Any] = {"choices": [choice]}
+        if self._counts == "ids":
+            choice["token_ids"] = list(range(count))
+        if self._counts == "usage" and body["stream_options"].get("continuous_usage_stats"):
+            event["usage"] = {"prompt_tokens": len(body["prompt"]), "completion_tokens": start + count}
+        if self._counts == "timings" and body.get("timings_per_token"):
+            event["timings"] = {"prompt_ms": 12.5, "predicted_ms": 50, "predicted_n": start + count}
+        return event
 
     def _event(self, writer: asyncio.StreamWriter, value: Any) -> None:
         """One event; chunked, it is cut in the middle, as a proxy might do."""

@@ -274,7 +274,11 @@ def openai_options(server: FakeOpenAi, **values: Any) -> LoadOptions:
         (FakeOpenAi(), True, 8),
         (FakeOpenAi(), False, 8),
         (FakeOpenAi(tokens_per_event=3), True, 3),  # says nothing of how many tokens an event holds
-        (FakeOpenAi(tokens_per_event=3, lists_ids=True), True, 3),
+        (FakeOpenAi(tokens_per_event=3, counts="ids"), True, 3),
+        (FakeOpenAi(silent_every=2), True, 4),  # nor that one without text holds one
+        (FakeOpenAi(silent_every=2, counts="ids"), True, 8),
+        (FakeOpenAi(silent_every=2, counts="usage"), True, 8),
+        (FakeOpenAi(silent_every=2, counts="timings"), True, 8),
     ],
 )
 async def test_openai_streams(server: FakeOpenAi, is_chunked: bool, messages: int) -> None:
@@ -291,8 +295,18 @@ async def test_openai_streams(server: FakeOpenAi, is_chunked: bool, messages: in
     request = server.requests[-1]
     assert (request["model"], request["max_tokens"], request["temperature"]) == ("m", 8, 0.0)
     assert request["ignore_eos"] is True
-    assert request["stream_options"] == {"include_usage": True}
+    assert request["stream_options"]["include_usage"] is True
     assert len(request["prompt"]) == 20
+
+
+@pytest.mark.parametrize("counts", ["ids", "usage", "timings"])
+async def test_openai_tokens_are_counted_as_they_come(counts: str) -> None:
+    """Before the usage at the end tells the sum: what had come of an answer that broke off is right, too."""
+    async with FakeOpenAi(tokens_per_event=2, silent_every=2, counts=counts) as server:
+        server.breaks_off = True
+        records: list[RequestRecord] = []
+        await run_load(openai_options(server, requests=1), on_request=records.append)
+    assert [record.output_tokens for record in records] == [8]
 
 
 async def test_both_protocols_send_the_same_prompts() -> None:

@@ -108,14 +108,20 @@ class OpenAiTarget:
 
 
 def _completion(request: LoadRequest) -> dict[str, Any]:
-    """The request's body. `ignore_eos` and ids as the prompt are extensions that vLLM and llama.cpp share."""
+    """The request's body. `ignore_eos` and ids as the prompt are extensions that vLLM and llama.cpp share.
+
+    So that every event says how many tokens there are until it, vLLM (and SGLang) is asked for running usage, and
+    llama.cpp's server for timings: an event may have tokens and no text, when they end within a character, or text of
+    several tokens.
+    """
     prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
     return {
         "model": request.model,
         "prompt": prompt,
         "max_tokens": request.output_tokens,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "timings_per_token": True,
         "ignore_eos": request.ignore_eos,
         **_sampling(request.sampling),
     }
@@ -129,13 +135,16 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
 async def _read_stream(response: Response, sink: TokenSink) -> Answer:
     usage: dict[str, Any] = {}
     timings: dict[str, Any] = {}
+    received = 0
     is_done = False
     async for data in response.events():
         if data == _DONE:
             is_done = True
             break
         event = _event(data)
-        sink.tokens(_tokens_in(event))
+        count = _tokens_in(event, received)
+        sink.tokens(count)
+        received += count
         usage = event.get("usage") or usage
         timings = event.get("timings") or timings
     if not is_done:
@@ -155,13 +164,25 @@ def _event(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _tokens_in(event: dict[str, Any]) -> int:
-    """How many tokens an event holds: as many as it lists, else one if it has text (the usage corrects that)."""
+def _tokens_in(event: dict[str, Any], received: int) -> int:
+    """How many tokens an event brings after the `received` ones: by the ids it lists, or its running count.
+
+    A server that says neither is taken to send one with each text; its usage at the end corrects the number.
+    """
     choices = event.get("choices") or ()
     if not choices or not isinstance(choices[0], dict):
         return 0
     token_ids = choices[0].get("token_ids")
-    return len(token_ids) if isinstance(token_ids, list) else int(bool(choices[0].get("text")))
+    if isinstance(token_ids, list):
+        return len(token_ids)
+    running = [
+        _count(part.get(name)) if isinstance(part := event.get(kind), dict) else None
+        for kind, name in (("usage", "completion_tokens"), ("timings", "predicted_n"))
+    ]
+    until_now = next((count for count in running if count is not None), None)
+    if until_now is not None:
+        return max(0, until_now - received)
+    return int(bool(choices[0].get("text")))
 
 
 def _answer(usage: dict[str, Any], timings: dict[str, Any]) -> Answer:
