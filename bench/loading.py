@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bench.pausing import awake
-from bench.peers.servers import MODEL, PeerServer
 from twinstage.bench import LoadOptions, LoadResult, Protocol, TokenRange, run_load
 from twinstage.errors import InternalError
 
+if TYPE_CHECKING:
+    from bench.peers.servers import PeerServer
+
+MODEL = "demo"  # the name that requests to a peer's server use
 TOKENS = TokenRange(128, 128)
 SLOTS, CONTEXT = 16, 512  # requests that a peer's server has room for at once, and tokens of each
-_WARM_TOKENS = TokenRange(8, 8)
+_WARM_TOKENS, _TRIAL_TOKENS = TokenRange(8, 8), TokenRange(64, 64)
 _VOCABULARY = 49_152
 QUANTITIES: Mapping[str, tuple[str, Callable[[LoadResult], float]]] = {
     "output": ("tokens/s", lambda result: result.output_tokens_per_s),
@@ -35,8 +39,7 @@ class Server:
 
     @classmethod
     def of_peer(cls, server: PeerServer) -> Server:
-        """A peer's server, stopped from now on except under load."""
-        server.pause()
+        """A peer's server, which is stopped after each load."""
         return cls(name=server.name, address=server.address, protocol=Protocol.OPENAI, model=MODEL, process=server)
 
     def load(self, *, concurrency: int, requests: int, prompt_seed: int, output: TokenRange = TOKENS) -> LoadResult:
@@ -58,6 +61,12 @@ class Server:
         if result.requests.failed or result.ttft is None or result.itl is None:
             raise InternalError(f"{self.name} failed {result.requests.failed} requests: {result.errors}")
         return result
+
+    def trial_rate(self) -> float:
+        """Output tokens per second of the better of two runs with all its slots in use. Raises InternalError."""
+        self.warm()
+        runs = [self.load(concurrency=SLOTS, requests=SLOTS, prompt_seed=seed, output=_TRIAL_TOKENS) for seed in (7, 8)]
+        return max(run.output_tokens_per_s for run in runs)
 
     def warm(self) -> None:
         """A few short requests, so that what is done once is done. Raises InternalError."""

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from bench.engines.client import EngineFailed
-from bench.engines.launch import Engines, own_options
+from bench.engines.client import START_LIMIT_S, EngineFailed
+from bench.engines.launch import Engines, available_threads, own_options
 from bench.machine import LoadWatch, describe_machine
 from bench.peers import PeerMissing, Peers
 from bench.plots import write_plots
@@ -111,6 +111,9 @@ class Session:
 
     def _prepare(self, row: Row) -> None:
         """Start what takes so long that it shall not count as the row's time. The row finds out what is missing."""
+        if self.peers is not None and row.needs_llama_server:
+            with contextlib.suppress(PeerMissing):
+                self.peers.llama(threads=available_threads())
         if self.peers is not None and row.needs_vllm:
             with contextlib.suppress(PeerMissing):
                 self.peers.vllm()
@@ -122,7 +125,11 @@ class Session:
             tempfile.TemporaryDirectory(prefix="bench") as directory,
             time_limit(self.patience * row.limit_s, what=row.name),
             Engines(
-                peers=self.peers, log_directory=logs, progress=self.progress, own=own_options(self.weights)
+                peers=self.peers,
+                log_directory=logs,
+                progress=self.progress,
+                own=own_options(self.weights),
+                start_limit_s=self.patience * START_LIMIT_S,
             ) as engines,
         ):
             context = Context(

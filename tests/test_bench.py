@@ -15,7 +15,10 @@ from bench.contest import Contest
 from bench.engines.client import EngineFailed, EngineProcess
 from bench.engines.launch import Engines, own_options
 from bench.machine import LoadWatch, MachineLoad, MemoryUse, parse_memory_use
-from bench.peers.install import PEERS, installed_version, is_complete
+from bench.peers.commands import find_tcmalloc, vllm_settings
+from bench.peers.install import PEERS, PeerMissing, installed_version, is_complete
+from bench.peers.servers import ServerCommand, free_port
+from bench.peers.settings import Choice, Setting, best_setting, remembered
 from bench.plots import Axis, draw
 from bench.results import (
     Comparison,
@@ -325,3 +328,53 @@ def test_the_pipe_to_an_engine(tmp_path: Path) -> None:
             ended.call("end")
     finally:
         ended.close()
+
+
+def test_the_best_setting_of_a_server_is_found_and_remembered(tmp_path: Path) -> None:
+    def start(setting: Setting) -> ServerCommand:
+        port = free_port()
+        serves = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port), *setting.arguments]
+        return ServerCommand(
+            name="peer",
+            command=serves,
+            environment=setting.environment,
+            port=port,
+            ready_path="/",
+            ready_limit_s=60,
+            log_path=tmp_path / "log",
+        )
+
+    rates = iter([3.0, 5.0])
+    settings = [Setting(name="slow"), Setting(name="fast"), Setting(name="broken", arguments=("--no-such-flag",))]
+    choice = best_setting(settings, start, lambda _: next(rates), progress=lambda _: None)
+    assert choice.in_words() == "fast (tried, output tokens/s: slow 3; fast 5; broken failed)"
+    assert "no-such-flag" in choice.failed["broken"]
+    with pytest.raises(PeerMissing, match="no-such-flag"):
+        best_setting(settings[2:], start, lambda _: 0.0, progress=lambda _: None)
+
+    path, calls, chosen = tmp_path / "settings" / "peer.json", [], replace(choice, failed={})
+
+    def choose() -> Choice:
+        calls.append(1)
+        return chosen
+
+    for version in ("1", "1", "2"):  # another version is tried again
+        found = remembered(path, circumstances={"version": version, "settings": ("a",)}, choose=choose)
+        assert found == chosen
+    assert len(calls) == 2
+    chosen = choice  # where a setting failed, it may have been the machine's fault
+    for _ in range(2):
+        remembered(path, circumstances={"version": "3"}, choose=choose)
+    assert len(calls) == 4
+
+
+def test_tcmalloc_is_preloaded_for_vllm_where_it_is(tmp_path: Path) -> None:
+    assert find_tcmalloc([tmp_path]) is None
+    assert not any("LD_PRELOAD" in setting.environment for setting in vllm_settings(None))
+    library = tmp_path / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"
+    library.parent.mkdir()
+    library.touch()
+    assert find_tcmalloc([tmp_path]) == library
+    with_it = [setting for setting in vllm_settings(library) if "LD_PRELOAD" in setting.environment]
+    assert len(with_it) == 3
+    assert all("tcmalloc" in setting.name for setting in with_it)

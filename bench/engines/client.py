@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.pausing import pause_group, resume_group
 
+START_LIMIT_S = 180.0
 _TAIL_BYTES = 2000
 _END_S = 5.0
 
@@ -34,7 +35,7 @@ class EngineProcess:
         *,
         environment: Mapping[str, str],
         log_path: Path,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = START_LIMIT_S,
     ) -> None:
         self._log_path = log_path
         self._buffer = b""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.engines.client import EngineProcess
+from bench.engines.client import START_LIMIT_S, EngineProcess
 from bench.peers import Peers
 from bench.peers.install import PeerMissing
 from twinstage.hosting.settings import WorkerSettings
@@ -38,6 +38,11 @@ def precision_of(options: OwnOptions) -> str:
     return options.get("weights", "stock")
 
 
+def available_threads() -> int:
+    """What an engine computes with: a thread for each core that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 @dataclass(kw_only=True)
 class Engines:
     """The engines of one row; all are ended when the scope is left. `threads` is what each computes with."""
@@ -46,7 +51,8 @@ class Engines:
     log_directory: Path
     progress: Callable[[str], None]
     own: Sequence[OwnOptions]
-    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    threads: int = field(default_factory=available_threads)
+    start_limit_s: float = START_LIMIT_S
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
@@ -74,6 +80,7 @@ class Engines:
             command,
             environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": str(self.threads)},
             log_path=self.log_directory / f"engine-{label}.log",
+            start_timeout_s=self.start_limit_s,
         )
         self._stack.callback(engine.close)
         return engine

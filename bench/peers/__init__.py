@@ -4,6 +4,7 @@
         peers/llama/     llama.cpp, built from source for this machine's CPU
         peers/vllm/      vLLM's CPU build
         models/          the demo model as Q8_0, for llama.cpp
+        settings/        which settings of their servers proved best
         logs/            what installing and running them printed
 
 Transformers is measured in the project's own environment.
@@ -13,13 +14,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench.loading import CONTEXT, SLOTS, Server
 from bench.machine import describe_machine
+from bench.peers.commands import (
+    NO_TCMALLOC,
+    find_tcmalloc,
+    llama_server,
+    llama_settings,
+    vllm_server,
+    vllm_settings,
+)
 from bench.peers.install import PEERS, PeerMissing, install_peer, installed_version, is_complete
 from bench.peers.models import prepare_q8_0
-from bench.peers.servers import PeerServer, vllm_server
+from bench.peers.servers import PeerServer, ServerCommand
+from bench.peers.settings import Choice, Setting, Start, best_setting, remembered
 from twinstage.models.resolve import resolve_model
 
 __all__ = ["PEERS", "PeerMissing", "Peers", "bench_home"]
@@ -43,6 +54,7 @@ class Peers:
     progress: Callable[[str], None]
     vllm_dtype: str = ""
     missing: dict[str, str] = field(default_factory=dict)  # why one cannot be measured
+    settings: dict[str, str] = field(default_factory=dict)  # with which a server runs, in words
     _vllm: PeerServer | None = None
 
     def install(self, names: Sequence[str]) -> None:
@@ -80,20 +92,59 @@ class Peers:
         """The demo model for llama.cpp, made when it is not there yet. Raises PeerMissing."""
         return prepare_q8_0(self.home / "models", python=self.python("llama"), log_path=self.log_path("quantize"))
 
+    def llama(self, *, threads: int) -> ServerCommand:
+        """llama.cpp's server for the load of rows, at its best setting. Raises PeerMissing."""
+
+        def start(setting: Setting) -> ServerCommand:
+            return llama_server(self, slots=SLOTS, context_tokens=CONTEXT, threads=threads, setting=setting)
+
+        return self._at_its_best("llama", llama_settings(), start)
+
     def vllm(self) -> PeerServer:
-        """The server of vLLM, started once for all rows, as that takes minutes, and paused. Raises PeerMissing."""
-        if self._vllm is None:
-            how = vllm_server(
-                self, resolve_model("demo", progress=self.progress).directory, dtype=self.vllm_dtype or _vllm_dtype()
-            )
+        """The server of vLLM at its best setting, started once for all rows, as that takes minutes, and paused.
+
+        Raises PeerMissing.
+        """
+        if self._vllm is not None:
+            return self._vllm
+        directory = resolve_model("demo", progress=self.progress).directory
+        tcmalloc = find_tcmalloc()
+
+        def start(setting: Setting) -> ServerCommand:
+            return vllm_server(self, directory, dtype=self.vllm_dtype or _vllm_dtype(), setting=setting)
+
+        try:
+            how = self._at_its_best("vllm", vllm_settings(tcmalloc), start)
             self.progress(f"starting {how.name} (this takes minutes; log: {how.log_path})")
-            try:
-                self._vllm = PeerServer(how)
-            except PeerMissing as error:
-                self.missing["vllm"] = str(error)
-                raise
-            self._vllm.pause()
+            self._vllm = PeerServer(how)
+        except PeerMissing as error:
+            self.missing["vllm"] = str(error)
+            raise
+        if tcmalloc is None:
+            self.progress(NO_TCMALLOC)
+            self.settings["vllm"] += f". {NO_TCMALLOC}"
+        self._vllm.pause()
         return self._vllm
+
+    def _at_its_best(self, name: str, settings: Sequence[Setting], start: Start) -> ServerCommand:
+        """How a server is started so that it serves most tokens per second. Raises PeerMissing."""
+
+        def choose() -> Choice:
+            return best_setting(
+                settings, start, lambda server: Server.of_peer(server).trial_rate(), progress=self.progress
+            )
+
+        machine = describe_machine()
+        circumstances = {
+            "version": self.version(name),
+            "server": start(settings[0]).name,
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "settings": [asdict(setting) for setting in settings],
+        }
+        choice = remembered(self.home / "settings" / f"{name}.json", circumstances=circumstances, choose=choose)
+        self.settings[name] = choice.in_words()
+        return start(next(setting for setting in settings if setting.name == choice.name))
 
     def close(self) -> None:
         """End what was started for several rows. Idempotent."""

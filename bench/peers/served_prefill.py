@@ -9,7 +9,8 @@ import urllib.request
 
 from bench.engines.client import EngineFailed
 from bench.engines.protocol import Prompts
-from bench.peers.servers import MODEL, PeerServer
+from bench.loading import MODEL
+from bench.peers.servers import PeerServer
 
 _LIMIT_S = 120.0
 

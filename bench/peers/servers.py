@@ -14,20 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from bench.pausing import pause_group, resume_group
 from bench.peers.install import PeerMissing
 
-if TYPE_CHECKING:
-    from bench.peers import Peers
-
-LLAMA_READY_S = 60.0
-VLLM_READY_S = 900.0  # compiling takes most of it, the first time
 _END_S = 20.0
 _POLL_S = 0.02
 _TAIL_BYTES = 1500
-MODEL = "demo"  # the name that requests use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,63 +97,6 @@ class PeerServer:
             time.sleep(_POLL_S)
 
 
-def llama_server(peers: Peers, *, slots: int, context_tokens: int, threads: int) -> ServerCommand:
-    """llama.cpp's own server with room for `slots` requests of `context_tokens` tokens. Raises PeerMissing."""
-    port = _free_port()
-    binary = peers.python("llama").with_name("llama-server")
-    if not binary.exists():
-        raise PeerMissing(f"llama.cpp's server is not at {binary}")
-    command = [str(binary), "--model", str(peers.q8_0_model()), "--alias", MODEL]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(threads), "--threads-batch", str(threads)]
-    command += ["--parallel", str(slots), "--ctx-size", str(slots * context_tokens), "--no-webui"]
-    return ServerCommand(
-        name="llama.cpp server Q8_0",
-        command=command,
-        environment={},
-        port=port,
-        ready_path="/health",
-        ready_limit_s=LLAMA_READY_S,
-        log_path=peers.log_path("llama-server"),
-    )
-
-
-def vllm_server(peers: Peers, model_directory: Path, *, dtype: str) -> ServerCommand:
-    """`vllm serve`, with all cores for computing (it would keep one free, which is half of two). Raises PeerMissing.
-
-    `dtype`: float32, or bfloat16 where the CPU multiplies such numbers.
-    """
-    port = _free_port()
-    command = [str(peers.python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model_directory), "--served-model-name", MODEL, "--dtype", dtype]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096", "--max-num-seqs", "32"]
-    command += ["--no-enable-prefix-caching", "--disable-log-stats", "--disable-uvicorn-access-log"]
-    return ServerCommand(
-        name=f"vLLM CPU {dtype}",
-        command=command,
-        environment={
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(peers.home / "vllm-cache"),
-            "LD_PRELOAD": ":".join(map(str, _preloaded(peers.directory / "vllm"))),
-        },
-        port=port,
-        ready_path="/health",
-        ready_limit_s=VLLM_READY_S,
-        log_path=peers.log_path("vllm-server"),
-    )
-
-
-def _preloaded(environment: Path) -> list[Path]:
-    """What the documentation of vLLM says to preload, where it is: OpenMP from its environment, and tcmalloc."""
-    candidates = [
-        environment / "lib" / "libiomp5.so",
-        *sorted(Path("/usr/lib").glob("*-linux-gnu/libtcmalloc_minimal.so.4")),
-    ]
-    return [path for path in candidates if path.exists()]
-
-
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
@@ -168,7 +105,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on right now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

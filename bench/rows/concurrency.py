@@ -67,4 +67,11 @@ def curves_of(measurements: list[Measurement]) -> list[Curve]:
     return curves
 
 
-ROW = Row(name="concurrency", title="Throughput over concurrency", measure=measure, limit_s=300, quick=False)
+ROW = Row(
+    name="concurrency",
+    title="Throughput over concurrency",
+    measure=measure,
+    limit_s=300,
+    quick=False,
+    needs_llama_server=True,
+)

@@ -40,6 +40,7 @@ def _add_vllm(context: Context, contest: Contest) -> None:
         contest.notes.append(f"Without vLLM: {error}")
     else:
         contest.notes.append("vLLM is measured through its HTTP server, with token ids as the prompt.")
+        contest.notes.append(f"vLLM ran with {context.peers.settings['vllm']}.")
 
 
 def prefill_curve(contest: Contest, lengths: list[int]) -> Curve:

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from bench.engines.launch import precision_of, worker_flags
-from bench.loading import CONTEXT, QUANTITIES, SLOTS, Server
+from bench.loading import QUANTITIES, Server
 from bench.peers import PEERS, PeerMissing
-from bench.peers.servers import PeerServer, llama_server
+from bench.peers.servers import PeerServer
 from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
 from bench.serving import serving
@@ -79,13 +79,16 @@ def start_servers(context: Context, stack: ExitStack, notes: list[str], *, with_
     if context.peers is None:
         return servers
     try:
-        how = llama_server(context.peers, slots=SLOTS, context_tokens=CONTEXT, threads=context.engines.threads)
-        servers.append(Server.of_peer(stack.enter_context(PeerServer(how))))
+        server = stack.enter_context(PeerServer(context.peers.llama(threads=context.engines.threads)))
+        server.pause()
+        servers.append(Server.of_peer(server))
+        notes.append(f"{server.name} ran with {context.peers.settings['llama']}.")
     except PeerMissing as error:
         notes.append(f"Without llama.cpp's server: {error}")
     if with_vllm:
         try:
             servers.append(Server.of_peer(context.peers.vllm()))
+            notes.append(f"{servers[-1].name} ran with {context.peers.settings['vllm']}.")
         except PeerMissing as error:
             notes.append(f"Without vLLM: {error}")
     return servers
@@ -165,4 +168,6 @@ def _latencies(
     return comparisons
 
 
-ROW = Row(name="served", title="Served throughput", measure=measure, limit_s=900, needs_vllm=True)
+ROW = Row(
+    name="served", title="Served throughput", measure=measure, limit_s=900, needs_vllm=True, needs_llama_server=True
+)

@@ -6,7 +6,8 @@ import time
 from queue import SimpleQueue
 
 from bench.peers import PeerMissing
-from bench.peers.servers import PeerServer, llama_server
+from bench.peers.commands import llama_server
+from bench.peers.servers import PeerServer
 from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
 from bench.summary import summarize
