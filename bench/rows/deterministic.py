@@ -26,17 +26,17 @@ def measure(context: Context) -> RowResult:
 
 
 def _cases() -> list[tuple[str, str, Rate]]:
-    cases: list[tuple[str, str, Rate]] = [
-        (f"{length} tokens", "prefill", lambda engine, length=length: length / engine.prefill(length))  # type: ignore[misc]
-        for length in (128, 512)
-    ]
-    for batch, steps in STEPS.items():
+    """Case, quantity, and the rate of an engine in it."""
+    prefill = [(f"{length} tokens", "prefill", _prefill_rate(length)) for length in (128, 512)]
+    return prefill + [(f"B={batch}", "decode", _decode_rate(batch, steps)) for batch, steps in STEPS.items()]
 
-        def rate(engine: object, batch: int = batch, steps: int = steps) -> float:
-            return batch * steps / engine.decode(batch=batch, context=CONTEXT, steps=steps)  # type: ignore[attr-defined, no-any-return]
 
-        cases.append((f"B={batch}", "decode", rate))
-    return cases
+def _prefill_rate(length: int) -> Rate:
+    return lambda engine: length / engine.prefill(length)
+
+
+def _decode_rate(batch: int, steps: int) -> Rate:
+    return lambda engine: batch * steps / engine.decode(batch=batch, context=CONTEXT, steps=steps)
 
 
 def comparisons(contest: Contest, *, ordinary: str, deterministic: str) -> list[Comparison]:

@@ -192,48 +192,45 @@ def _curve_over_workers(context: Context, workers: EngineProcess) -> Curve:
 
 
 def _result(routed: list[float], direct: list[float], costs: list[StreamCost], curves: list[Curve]) -> RowResult:
-    streams = f"{_STREAMS} streams"
+    """`routed` and `direct` in milliseconds, a value per round like `costs`."""
+    latencies = {"through the router": routed, "the prefill worker alone": direct}
+    streams = {
+        ("deltas received", "1/s"): [cost.deltas / cost.wall_s for cost in costs],
+        ("tokens per delta", ""): [cost.tokens / cost.deltas for cost in costs],
+    }
     return RowResult(
         measurements=[
-            Measurement(
-                case="first token p50", engine="through the router", quantity="latency", unit="ms", values=routed
+            *(
+                Measurement(case="first token p50", engine=name, quantity="latency", unit="ms", values=values)
+                for name, values in latencies.items()
             ),
-            Measurement(
-                case="first token p50", engine="the prefill worker alone", quantity="latency", unit="ms", values=direct
-            ),
-            Measurement(
-                case=streams,
-                engine="router",
-                quantity="deltas received",
-                unit="1/s",
-                values=[cost.deltas / cost.wall_s for cost in costs],
-            ),
-            Measurement(
-                case=streams,
-                engine="router",
-                quantity="tokens per delta",
-                unit="",
-                values=[cost.tokens / cost.deltas for cost in costs],
+            *(
+                Measurement(case=f"{_STREAMS} streams", engine="router", quantity=quantity, unit=unit, values=values)
+                for (quantity, unit), values in streams.items()
             ),
         ],
-        comparisons=[
-            Comparison(
-                case="one client",
-                what="added latency p50",
-                values=[through - alone for through, alone in zip(routed, direct, strict=True)],
-                target=Target.at_most(2.0),
-                unit="ms",
-            ),
-            Comparison(
-                case=streams,
-                what="deltas per second of the router's CPU time",
-                values=[cost.deltas / cost.router_cpu_s for cost in costs],
-                target=Target.at_least(5_000),
-                unit="1/s",
-            ),
-        ],
+        comparisons=_comparisons(routed, direct, costs),
         curves=curves,
     )
+
+
+def _comparisons(routed: list[float], direct: list[float], costs: list[StreamCost]) -> list[Comparison]:
+    return [
+        Comparison(
+            case="one client",
+            what="added latency p50",
+            values=[through - alone for through, alone in zip(routed, direct, strict=True)],
+            target=Target.at_most(2.0),
+            unit="ms",
+        ),
+        Comparison(
+            case=f"{_STREAMS} streams",
+            what="deltas per second of the router's CPU time",
+            values=[cost.deltas / cost.router_cpu_s for cost in costs],
+            target=Target.at_least(5_000),
+            unit="1/s",
+        ),
+    ]
 
 
 ROW = Row(name="router", title="Router", measure=measure, limit_s=240)
