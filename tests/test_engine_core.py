@@ -646,7 +646,8 @@ def test_times_and_computed_tokens() -> None:
 
     config = EngineConfig(max_num_sequences=2, max_tokens_per_step=8, max_model_len=50, block_size=BLOCK_SIZE)
     pool = BlockPool(16)
-    core = EngineCore(Slow(pool), pool, config, clock=lambda: now[0])
+    runner = Slow(pool)
+    core = EngineCore(runner, pool, config, clock=lambda: now[0])
     core.add(make_spec("r", prompt=range(10), max_tokens=4, resumed=[3]))
     now[0] += 1.0
     outputs = [core.step() for _ in range(4)]
@@ -655,8 +656,9 @@ def test_times_and_computed_tokens() -> None:
     assert prefilled.computed_prompt_tokens == 10
     assert (finished.queue_s, finished.prefill_s, finished.decode_s) == (1.0, 4.0, 4.0)
 
-    core.add_prefilled(make_spec("p", max_tokens=3), core.pool.allocate(1, owner="intake"), ProducedToken(token_id=4))
-    core._runner.memory.update({(core._live[RequestId("p")].table.block_ids[0], i): i + 1 for i in range(3)})  # type: ignore[attr-defined]
+    table = pool.allocate(1, owner="intake")
+    runner.write(table.block_ids, [1, 2, 3], start=0, end=3)
+    core.add_prefilled(make_spec("p", max_tokens=3), table, ProducedToken(token_id=4))
     now[0] += 3.0
     core.step()
     (finished,) = core.step().finished

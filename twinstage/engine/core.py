@@ -19,10 +19,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from twinstage.engine.decode_scheduler import DecodeScheduler
 from twinstage.engine.output import (
@@ -37,10 +33,10 @@ from twinstage.engine.output import (
 from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.prefill_scheduler import PrefillScheduler
 from twinstage.engine.prefix_cache import PrefixCache
-from twinstage.engine.sampler import Sampler
+from twinstage.engine.roster import Roster
 from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations, pool_too_small
+from twinstage.engine.step_model import Runner, StepModel
 from twinstage.errors import (
-    AlreadyExists,
     ComputeFailed,
     IntegrityError,
     InvalidRequest,
@@ -49,7 +45,6 @@ from twinstage.errors import (
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain, PrefixHasher
-from twinstage.telemetry.log import get_logger
 from twinstage.types import ProducedToken, RequestId, SequenceSpec, TokenChunk
 
 __all__ = [
@@ -57,23 +52,10 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineLoad",
-    "Runner",
     "SequenceFailure",
     "SequenceStats",
     "StepOutput",
 ]
-
-logger = get_logger(__name__)
-
-
-class Runner(Protocol):
-    """Computes a plan: writes keys and values of every chunk.
-
-    Returns float32 logits `[number of chunks with samples, vocab]`, in the order of the chunks. They are read before
-    the next call and may be memory that the runner uses again.
-    """
-
-    def run(self, plan: StepPlan) -> NDArray[np.float32]: ...
 
 
 class EngineCore:
@@ -91,9 +73,8 @@ class EngineCore:
         """`hasher` names blocks for the prefix cache; without it nothing is cached."""
         self.pool = pool
         self.config = config
-        self._runner = runner
+        self._model = StepModel(runner)
         self._clock = clock
-        self._sampler = Sampler()
         self._prefix_cache = PrefixCache(
             hasher,
             block_size=config.block_size,
@@ -110,9 +91,7 @@ class EngineCore:
             fixed_passes=config.fixed_passes,
         )
         self._decode = DecodeScheduler(pool, block_size=config.block_size, max_num_sequences=config.max_num_sequences)
-        self._live: dict[RequestId, Sequence] = {}
-        self._held: set[RequestId] = set()
-        self._kept: dict[RequestId, BlockTable] = {}  # of sequences that ended while others may still read their blocks
+        self._roster = Roster()
         self._arrivals = itertools.count()
         self._num_finished = 0
         self._record = StepRecord()
@@ -124,7 +103,7 @@ class EngineCore:
 
         Raises AlreadyExists when the id is live. Whatever else is wrong is reported as a failure by the next step.
         """
-        self._check_new(spec)
+        self._roster.check_new(spec.request_id)
         sequence = Sequence(
             spec=spec,
             table=self.pool.allocate(0, owner=spec.request_id),
@@ -132,7 +111,7 @@ class EngineCore:
             arrived_s=self._clock(),
             output_token_ids=list(spec.resumed_token_ids),
         )
-        self._live[spec.request_id] = sequence
+        self._roster.enter(sequence)
         violations = admission_violations(spec, max_model_len=self.config.max_model_len)
         if violations:
             self._fail(sequence, InvalidRequest(violations))
@@ -148,7 +127,7 @@ class EngineCore:
         `hashes` are the names of its complete blocks, where somebody has computed them already.
         Raises AlreadyExists when the id is live, IntegrityError when the table is too small; it is the caller's then.
         """
-        self._check_new(spec)
+        self._roster.check_new(spec.request_id)
         num_known = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         if len(table) < blocks_for(num_known, block_size=self.config.block_size):
             raise IntegrityError(f"{len(table)} blocks do not hold the {num_known} tokens of {spec.request_id}")
@@ -163,7 +142,7 @@ class EngineCore:
             hashes=hashes,
             num_published_blocks=table.num_shared,
         )
-        self._live[spec.request_id] = sequence
+        self._roster.enter(sequence)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         if finish is None:
             self._decode.add(sequence)
@@ -177,28 +156,28 @@ class EngineCore:
         Its blocks are free afterwards, those that were kept when it ended among them; with `keep_blocks` they stay
         out of use until it is aborted again.
         """
-        sequence = self._live.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is not None:
             self._drop(sequence, keep_blocks=keep_blocks)
-        if not keep_blocks and (table := self._kept.pop(request_id, None)) is not None:
-            table.release()
+        if not keep_blocks:
+            self._roster.free_kept(request_id)
         return sequence is not None
 
     def release(self, request_id: RequestId) -> None:
         """Free a sequence that is held after its first token. Ignored when it is not held (any more)."""
-        if request_id in self._held:
+        if (sequence := self._roster.held(request_id)) is not None:
             self._num_finished += 1
-            self._drop(self._live[request_id])
+            self._drop(sequence)
 
     def fail_all(self, error: TwinstageError) -> StepOutput:
         """End every sequence with `error`; returns what the next step would have reported, and that."""
-        for sequence in list(self._live.values()):
+        for sequence in self._roster.all_live():
             self._fail(sequence, error)
         return self._emit()
 
     def abort_all(self) -> None:
         """End every sequence and free all blocks; nothing is emitted."""
-        for request_id in [*self._live, *self._kept]:
+        for request_id in self._roster.all_ids():
             self.abort(request_id)
         self._record = StepRecord()
 
@@ -244,22 +223,14 @@ class EngineCore:
 
     def _compute(self, plan: StepPlan) -> None:
         try:
-            logits = self._runner.run(plan)
-            sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-            if len(logits) != len(sampling):
-                raise ComputeFailed(f"the runner returned {len(logits)} rows of logits, not {len(sampling)}")
-            sampled = iter(self._sampler.sample(logits, sampling))
-        # The boundary to the model: whatever it raises ends the sequences of this plan, never the engine.
-        except Exception as error:
-            logger.exception("step failed", sequences=len(plan.chunks), tokens=plan.num_tokens)
-            failure = error if isinstance(error, TwinstageError) else ComputeFailed(f"the model failed: {error!r:.200}")
-            failure.__cause__ = None if failure is error else error
+            tokens = self._model.compute(plan)
+        except TwinstageError as error:
             for chunk in plan.chunks:
-                self._fail(chunk.sequence, failure)
+                self._fail(chunk.sequence, error)
             return
         self._record.num_computed_tokens += plan.num_tokens
-        for chunk in plan.chunks:
-            self._apply(chunk, next(sampled) if chunk.samples else None)
+        for chunk, token in zip(plan.chunks, tokens, strict=True):
+            self._apply(chunk, token)
 
     def _apply(self, chunk: ScheduledChunk, token: ProducedToken | ComputeFailed | None) -> None:
         sequence = chunk.sequence
@@ -308,7 +279,7 @@ class EngineCore:
             sequence.first_token_s = self._clock()
             self._record.prefilled.append(sequence.stats(sequence.first_token_s))
         if self.config.hold_after_first_token:
-            self._held.add(sequence.request_id)
+            self._roster.hold(sequence)
         else:
             self._decode.add(sequence)
 
@@ -323,19 +294,6 @@ class EngineCore:
 
     def _drop(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """The one way out: forget the sequence, and free its blocks or keep them until `abort`."""
-        del self._live[sequence.request_id]
-        self._held.discard(sequence.request_id)
         self._prefill.remove(sequence)
         self._decode.remove(sequence)
-        if keep_blocks:
-            self._kept[sequence.request_id] = sequence.table
-        else:
-            sequence.table.release()
-
-    def _check_new(self, spec: SequenceSpec) -> None:
-        if spec.request_id in self._live or spec.request_id in self._kept:
-            raise AlreadyExists(
-                f"request {spec.request_id} is live in this engine",
-                resource_type="request",
-                resource_name=spec.request_id,
-            )
+        self._roster.leave(sequence, keep_blocks=keep_blocks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinstage.engine.plan import StepPlan
+from twinstage.engine.step_model import Runner
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
 
@@ -16,17 +17,6 @@ if TYPE_CHECKING:  # each way of computing imports what the other does not need
     from twinstage.kv.store import KvStore
     from twinstage.models.adapt import PagedModel
     from twinstage.models.fused.model import FusedModel
-
-
-class Runner(Protocol):
-    """Computes what a step has scheduled."""
-
-    def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Compute all chunks, leaving their keys and values in the blocks of their sequences.
-
-        Returns float32 logits `[num_sampling_chunks, vocab_size]`, in the order of the chunks that sample.
-        """
-        ...
 
 
 def make_runner(model: PagedModel | FusedModel, layout: KvLayout, memory: BlockMemory) -> Runner:
