@@ -26,7 +26,7 @@ from twinstage.cli.child import Child
 from twinstage.cli.cluster_events import Ended, Event, Interrupted, Known, Ready, Serving
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
-from twinstage.cpus import by_core, format_cpus, share_out
+from twinstage.cpus import by_core, format_cpus, share_out, usable_cpus
 from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
 from twinstage.types import Role, Task
 
@@ -207,12 +207,16 @@ class Cluster:
 
     def _compute_flags(self) -> list[list[str]]:
         """What each worker is told of threads and CPUs, in the order in which they start."""
-        cpus, num_workers = os.sched_getaffinity(0), self._num_workers()
-        threads = self.config.threads or max(1, len(cpus) // num_workers)
+        cpus, usable, num_workers = os.sched_getaffinity(0), usable_cpus(), self._num_workers()
+        threads = self.config.threads or max(1, usable // num_workers)
         shares = share_out(by_core(cpus), num_workers) if self.config.pin_cpus and self.config.threads is None else None
         if shares is None:
             return [["--threads", str(threads)]] * num_workers
-        return [["--threads", str(len(share)), "--cpus", format_cpus(share)] for share in shares]
+        numbers = [len(share) if usable == len(cpus) else threads for share in shares]
+        return [
+            ["--threads", str(number), "--cpus", format_cpus(share)]
+            for number, share in zip(numbers, shares, strict=True)
+        ]
 
     def _start_worker(self, model: ModelChoice, role: Role, *, index: int, compute_flags: list[str]) -> None:
         name = f"{role.value}-{index}" if len(self.models) == 1 else f"{model.label}-{role.value}-{index}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator
 
-from twinstage.cpus import bind_process, parse_cpus
+from twinstage.cpus import bind_process, parse_cpus, usable_cpus
 from twinstage.errors import ConfigError
 from twinstage.settings import ProcessSettings
 from twinstage.types import Role, WorkerId
@@ -51,7 +50,10 @@ class WorkerSettings(ProcessSettings):
         default=512, ge=1, description="Tokens computed in one step at most; longer prompts are computed in chunks."
     )
     threads: int | None = Field(
-        default=None, ge=1, description="Threads that compute; by default all CPUs this process may use."
+        default=None,
+        ge=1,
+        description="Threads that compute; by default as many as this process has CPUs, or as the CPU quota of its "
+        "control group allows.",
     )
     cpus: str | None = Field(
         default=None,
@@ -106,8 +108,8 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def compute_threads(self) -> int:
-        """Threads to compute with: `threads`, or the number of CPUs that this process may use."""
-        return self.threads or len(os.sched_getaffinity(0))
+        """Threads to compute with: `threads`, or as many as this process has CPUs to use."""
+        return self.threads or usable_cpus()
 
     def bind_cpus(self) -> None:
         """Run on `cpus` only, if they are given. To be called before threads start. Raises ConfigError."""
