@@ -40,6 +40,10 @@ class FusedOnBlocks:
         """A copy of the logits of one step."""
         return self.model.forward(chunks, self._kv).copy()
 
+    def close(self) -> None:
+        """Close the KV memory, not the model."""
+        self._memory.close()
+
     def logits(self, token_ids: Sequence[int], *, cuts: Sequence[int] = ()) -> Logits:
         """Logits after the last token, computed in chunks that end at `cuts`."""
         blocks = self.blocks(len(token_ids))

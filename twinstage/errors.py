@@ -21,7 +21,7 @@
     │   ├── StaleHandle            wrong epoch, generation, id or token
     │   └── ChecksumMismatch       the blocks that arrived are not those that were sent
     ├── ModelError                 a model cannot be found, read or adapted (start-up)
-    │   └── NotFusible             it has another shape than the fused path computes
+    │   └── NotFusible             the fused path cannot run it
     ├── ConfigError                wrong flags, environment or machine (start-up)
     ├── IllegalTransition          a request was moved into a phase that cannot follow (a bug)
     ├── IntegrityError             the block pool's books do not balance (a bug)
@@ -206,7 +206,7 @@ class ModelError(TwinstageError):
 
 
 class NotFusible(ModelError):
-    """The model has another shape than the fused path computes; it can run as stock modules."""
+    """The fused path cannot run a model: its shape, its files or this machine; stock modules may be able to."""
 
     reason = "MODEL_NOT_FUSIBLE"
 

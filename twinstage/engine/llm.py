@@ -94,7 +94,7 @@ class LLM:
             model, options.revision, cache_directory=options.cache_directory, progress=options.progress
         )
         self.tokenizer = TextTokenizer(read_bundle(resolved.directory))
-        model_on_kv = load_chosen(
+        self._model = load_chosen(
             resolved,
             weights=options.weights,
             cache_directory=options.cache_directory,
@@ -104,15 +104,15 @@ class LLM:
             threads=options.threads,
             progress=options.progress,
         )
-        self.max_model_len = model_on_kv.max_model_len
-        self._layout = model_on_kv.kv_layout(options.block_size)
+        self.max_model_len = self._model.max_model_len
+        self._layout = self._model.kv_layout(options.block_size)
         num_blocks = options.kv_cache_bytes // self._layout.block_bytes
         if num_blocks < 1:
             raise ConfigError(f"kv_cache_bytes must be at least {self._layout.block_bytes}, the size of one block")
         self.pool = BlockPool(num_blocks)
         self.memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=self._layout.block_bytes)
         chosen = choose_runner(
-            model_on_kv,
+            self._model,
             self._layout,
             self.memory,
             deterministic=options.deterministic,
@@ -130,6 +130,7 @@ class LLM:
         hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
         self.core = EngineCore(chosen.runner, self.pool, config, hasher=hasher)
         self._request_numbers = itertools.count()
+        self._closed = False
 
     def generate(
         self,
@@ -144,8 +145,10 @@ class LLM:
         """Continue every prompt (text or token ids), all together, and return the results in the same order.
 
         `limits` replaces `max_tokens` where more is to be said. Raises the error of the first prompt that fails, after
-        ending the others; no block stays in use in any case.
+        ending the others; no block stays in use in any case. Raises InternalError after `close`.
         """
+        if self._closed:
+            raise InternalError("this LLM is closed")
         limits = limits or GenerationLimits(max_tokens=max_tokens)
         jobs: dict[RequestId, _Job] = {}
         for prompt in prompts:
@@ -161,7 +164,12 @@ class LLM:
         return [job.result() for job in jobs.values()]
 
     def close(self) -> None:
-        """Check the pool's books and give the KV memory back. Idempotent. Raises IntegrityError when a block leaked."""
+        """End the model's threads, check the pool's books and give the KV memory back. Idempotent.
+
+        Raises IntegrityError when a block leaked.
+        """
+        self._closed = True
+        self._model.close()
         self.pool.check_integrity()
         self.memory.close()
         if self.pool.num_free != self.pool.num_blocks:

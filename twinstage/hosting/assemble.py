@@ -6,6 +6,7 @@ Everything here runs once, at the start, and reports what takes time to the log.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ class EngineParts:
     layout: KvLayout
     memory: BlockMemory
     hasher: PrefixHasher | None = None  # names blocks for the prefix cache; None: there is none
+    end_model: Callable[[], None] = lambda: None  # ends the threads of the model
 
     def close(self) -> int:
         """Check the pool's books and give the memory back; returns the number of leaked blocks.
@@ -57,6 +59,7 @@ class EngineParts:
         leaked = self.pool.num_blocks - self.pool.num_free
         if leaked:
             logger.error("kv blocks leaked", owners=self.pool.owners())
+        self.end_model()
         self.memory.close()
         return leaked
 
@@ -114,7 +117,8 @@ def build_engine(
             pool_tokens=num_blocks * layout.block_size,
             max_model_len=model.max_model_len,
         )
-    return EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher), description
+    parts = EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher, end_model=model.close)
+    return parts, description
 
 
 def build_encoder(

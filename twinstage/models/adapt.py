@@ -81,6 +81,9 @@ class PagedModel:
         rows = torch.arange(len(token_ids))
         return run_packed(self._model, token_ids, position_ids, rows=rows, context=OwnTokenAttention())
 
+    def close(self) -> None:
+        """As of a fused model, which has threads to end; here there is nothing to do."""
+
 
 class KvShape:
     """Layers, KV heads and head size, as seen in a trial pass; all layers must agree."""

@@ -56,7 +56,7 @@ def load_chosen(
         except NotFusible as error:
             if weights != AUTO:
                 raise
-            logger.info("stock modules", reason=str(error))
+            logger.warning("stock modules, which are slower", reason=str(error))
     return load_model(
         resolved,
         max_model_len=max_model_len,

@@ -48,12 +48,13 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     report(f"loading the weights of {resolved.name}")
-    model = _load_stock_model(resolved.directory, getattr(torch, dtype))
+    model = load_stock_model(resolved.directory, getattr(torch, dtype))
     report(f"trying {resolved.name} on paged KV")
     return adapt_model(model, kv_dtype=kv_dtype, max_model_len=limit, fingerprint=resolved.fingerprint)
 
 
-def _load_stock_model(directory: Path, dtype: Any) -> Any:
+def load_stock_model(directory: Path, dtype: Any) -> Any:
+    """The model that Transformers makes of `directory`, with weights of a torch dtype. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     model_class: Any = AutoModelForCausalLM

@@ -74,3 +74,19 @@ class LayerField(IntEnum):
     DOWN = auto()
     DOWN_SCALE = auto()
     WINDOW = auto()  # tokens that a token sees, itself included; 0: all
+
+
+class SyncPlace(IntEnum):
+    """Byte offsets into the memory by which the threads of a team wait for one another, each on its own cache line.
+
+    All are int64 but the semaphores, which are of type sem_t, one of SEMAPHORE_BYTES for each thread.
+    """
+
+    ARRIVED = 0  # threads that wait at the barrier
+    GENERATION = 64  # barriers passed
+    ASLEEP = 128  # threads that wait at the barrier and may need to be woken
+    STOP = 192  # 1: members shall end
+    SEMAPHORES = 256
+
+
+SEMAPHORE_BYTES = 64

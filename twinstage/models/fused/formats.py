@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinstage.models.fused import affine
-from twinstage.models.fused.packing import Floats, pack_panels, quantize
+from twinstage.models.fused.fields import GROUP
+from twinstage.models.fused.packing import Floats, pack_panels, padded_panels, quantize
 from twinstage.models.fused.target import target
 
 
@@ -51,6 +52,19 @@ def pack_linear(weight: Floats, weight_format: WeightFormat) -> Iterator[tuple[s
             packed = affine.pack_affine(weight, panel=target().panel)
             yield "", packed.stream
             yield "_SCALE", np.array([packed.unit], np.float32)
+
+
+def linear_bytes(outputs: int, inputs: int, weight_format: WeightFormat) -> dict[str, int]:
+    """Suffixes and sizes of what `pack_linear` makes of a weight `[outputs, inputs]`."""
+    columns = padded_panels(outputs) * target().panel
+    match weight_format:
+        case WeightFormat.FP32:
+            return {"": 4 * columns * inputs}
+        case WeightFormat.INT8:
+            return {"": columns * inputs, "_SCALE": 4 * columns * -(-inputs // GROUP)}
+        case WeightFormat.AFFINE8:
+            panels = padded_panels(outputs)
+            return {"": panels * (inputs // affine.GROUP) * affine.group_bytes(target().panel), "_SCALE": 4}
 
 
 def linear_scratch_bytes(max_k: int) -> int:

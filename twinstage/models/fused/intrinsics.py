@@ -155,6 +155,43 @@ def semaphore_post(typing_context: Any, semaphore: Any) -> tuple[Any, _Codegen]:
     return types.int32(types.int64), generate
 
 
+@intrinsic
+def futex_wait(typing_context: Any, address: Any, expected: Any) -> tuple[Any, _Codegen]:
+    """Sleep until another thread of this process wakes who waits on the int64 at an address, or for no reason at all.
+
+    Not when its lower 32 bits are no longer those of `expected`. futex(2)
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        address, expected = arguments
+        expected = builder.and_(expected, ir.Constant(I64, 0xFFFFFFFF))
+        return _futex(builder, address, ir.Constant(I64, _FUTEX_WAIT_PRIVATE), expected)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def futex_wake_all(typing_context: Any, address: Any) -> tuple[Any, _Codegen]:
+    """Wake all threads of this process that sleep in `futex_wait` on an address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        everyone = ir.Constant(I64, 0x7FFFFFFF)
+        return _futex(builder, arguments[0], ir.Constant(I64, _FUTEX_WAKE_PRIVATE), everyone)
+
+    return types.int64(types.int64), generate
+
+
+_FUTEX, _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 202, 128, 129  # linux/futex.h; the number of the call on x86-64
+
+
+def _futex(builder: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value) -> ir.Value:
+    name = "syscall"
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    no_timeout = ir.Constant(I64, 0)
+    return builder.call(function, [ir.Constant(I64, _FUTEX), address, operation, value, no_timeout])
+
+
 def _libc(builder: ir.IRBuilder, name: str, arguments: list[ir.Type]) -> ir.Function:
     found = builder.module.globals.get(name)
     return found or ir.Function(builder.module, ir.FunctionType(I32, arguments), name)

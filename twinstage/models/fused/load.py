@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import llvmlite.binding as llvm
-
-from twinstage.errors import ModelError, NotFusible
+from twinstage.cpus import usable_cpus
+from twinstage.errors import ModelError, NotFusible, TwinstageError
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
 from twinstage.models.fused.attention_work import AttentionShape
@@ -20,10 +19,32 @@ from twinstage.models.fused.model import FusedModel
 from twinstage.models.fused.native import LoadedProgram, NativeProgram
 from twinstage.models.fused.spec import check_config
 from twinstage.models.fused.target import missing_features, target
+from twinstage.models.fused.trial import read_verdict, try_model
 from twinstage.models.fused.weights import PackedWeights, pack_model
 from twinstage.models.resolve import ResolvedModel, default_cache_directory
 
-_PACKING_SOURCES = ("affine.py", "fields.py", "formats.py", "packing.py", "spec.py", "weights.py")
+_PACKING_SOURCES = (
+    "affine.py",
+    "checkpoint.py",
+    "fields.py",
+    "formats.py",
+    "native.py",
+    "packing.py",
+    "spec.py",
+    "weights.py",
+)
+# What takes no part in compiling; a change to any other file of this package gives other kernels.
+NOT_COMPILED = (
+    "artifacts.py",
+    "buffers.py",
+    "checkpoint.py",
+    "load.py",
+    "memory.py",
+    "model.py",
+    "spec.py",
+    "trial.py",
+    "weights.py",
+)
 
 
 def check_fusible(resolved: ResolvedModel) -> None:
@@ -57,40 +78,72 @@ def load_fused(
     limit = effective_max_model_len(config, max_model_len)
     weight_format = format_of(precision, config)
     cache = cache_directory or default_cache_directory()
-    weights = Artifact(
-        directory=cache,
-        kind="weights",
-        name=f"{Path(resolved.name).name}-{weight_format}",
-        key=_digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel)),
-    ).load_or_make(lambda: pack_model(resolved.directory, weight_format, progress=report))
-    packed = PackedWeights.of(weights)
+    weights_key = _digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel))
+    with _refusing(f"the weights of {resolved.name} cannot be packed"):
+        packed = Artifact(
+            directory=cache, kind="weights", name=f"{Path(resolved.name).name}-{weight_format}", key=weights_key
+        ).load_or_make(
+            lambda: pack_model(resolved.directory, weight_format, progress=report),
+            lambda memory: PackedWeights.of(memory, weight_format),
+        )
     shape = AttentionShape(
         num_heads=packed.spec.num_heads,
         num_kv_heads=packed.spec.num_kv_heads,
         head_dim=packed.spec.head_dim,
         dtype=kv_dtype,
     )
-    key = kernel_key(weight_format, shape)
-    program = Artifact(directory=cache, kind="kernels", name=weight_format, key=key).load_or_make(
-        lambda: _compile(weight_format, shape, report)
-    )
-    return FusedModel(
+    with _refusing("its kernels cannot be compiled on this machine"):
+        kernels_key = kernel_key(weight_format, shape)
+        program = Artifact(directory=cache, kind="kernels", name=weight_format, key=kernels_key).load_or_make(
+            lambda: _compile(weight_format, shape, report), lambda memory: NativeProgram.from_bytes(memory.view())
+        )
+        loaded = LoadedProgram(program)
+    model = FusedModel(
         packed,
-        LoadedProgram(NativeProgram.from_bytes(bytes(program.view()))),
+        loaded,
         weight_format=weight_format,
         attention=shape,
         max_model_len=limit,
         fingerprint=resolved.fingerprint,
-        threads=threads or len(os.sched_getaffinity(0)),
+        artifacts=f"kernels {kernels_key} weights {weights_key}",
+        threads=threads or usable_cpus(),
     )
+    verdict = Artifact(
+        directory=cache,
+        kind="trials",
+        name=f"{Path(resolved.name).name}-{weight_format}",
+        key=_digest(_sources(("trial.py",)), weights_key, kernels_key),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.close)
+        refusal = verdict.load_or_make(
+            lambda: try_model(model, resolved.directory, name=resolved.name, report=report), read_verdict
+        )
+        if refusal:
+            raise NotFusible(refusal)
+        stack.pop_all()
+    return model
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn errors of libraries, which are of any kind, into NotFusible: the model can run as stock modules."""
+    try:
+        yield
+    except TwinstageError:
+        raise
+    except Exception as error:
+        raise NotFusible(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def kernel_key(weight_format: WeightFormat, shape: AttentionShape) -> str:
     """Identifies compiled kernels by all that they depend on: their source, the compiler and the CPU."""
+    import llvmlite.binding as llvm
+
     versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
     chosen = target()
     return _digest(
-        _sources(("*.py",)),
+        _sources(("*.py",), without=NOT_COMPILED),
         weight_format,
         repr(shape),
         *versions,
@@ -108,10 +161,10 @@ def _compile(weight_format: WeightFormat, shape: AttentionShape, report: Callabl
     return AlignedMemory.of(compile_program(weight_format, shape).to_bytes())
 
 
-def _sources(patterns: tuple[str, ...]) -> str:
+def _sources(patterns: tuple[str, ...], *, without: tuple[str, ...] = ()) -> str:
     """The text of source files of this package."""
     here = Path(__file__).parent
-    paths = sorted({path for pattern in patterns for path in here.glob(pattern)})
+    paths = sorted({path for pattern in patterns for path in here.glob(pattern) if path.name not in without})
     if not paths:
         raise ModelError(f"{here} has no source files, by which compiled kernels are known")
     return "".join(f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in paths)

@@ -12,21 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.errors import ComputeFailed
+from twinstage.errors import ComputeFailed, ConfigError, InternalError
 from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
 from twinstage.models.fused.attention_work import AttentionShape, AttentionWork
 from twinstage.models.fused.buffers import RotaryTable, StepBuffers, Table
-from twinstage.models.fused.fields import LayerField, StepField
+from twinstage.models.fused.fields import SEMAPHORE_BYTES, LayerField, StepField, SyncPlace
 from twinstage.models.fused.formats import WeightFormat, linear_scratch_bytes
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.native import LoadedProgram
 from twinstage.models.fused.packing import padded_panels
 from twinstage.models.fused.target import target
 from twinstage.models.fused.weights import PackedWeights
-
-# Of twinstage.models.fused.sync, which needs Numba to be imported.
-_STOP, _SEMAPHORES, _SEMAPHORE_BYTES = 128, 192, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +50,18 @@ class FusedModel:
         attention: AttentionShape,
         max_model_len: int,
         fingerprint: str,
+        artifacts: str,
         threads: int,
     ) -> None:
+        """`artifacts` identifies packed weights and kernels."""
         self.spec = weights.spec
         self.vocab_size = weights.spec.vocab_size
         self.max_model_len = max_model_len
         self.weight_format = weight_format
         self._fingerprint = fingerprint
+        self._artifacts = artifacts
+        self._in_use = threading.Lock()
+        self._closed = False
         self._weights = weights
         self._program = program
         self._table, self._tables = _make_tables(weights)
@@ -100,10 +102,16 @@ class FusedModel:
         """Compute all chunks, leaving their keys and values in the blocks.
 
         Returns float32 logits `[num_sampled, vocab_size]`, one row for each chunk that samples, in their order: a view
-        of memory that the next step writes to.
+        of memory that the next step writes to. Raises ComputeFailed for token ids that are none, InternalError when
+        the model is closed, TransferError when the KV memory is.
         """
-        self._describe(chunks, kv)
-        self._program(self._table.ctypes.data, 0)
+        with self._in_use:
+            if self._closed:
+                raise InternalError("the model is closed")
+            blocks = kv.mapped()
+            self._describe(chunks, kv.layout, blocks.ctypes.data)
+            self._program(self._table.ctypes.data, 0)
+            del blocks  # kept until here, so that the memory stays mapped whoever closes it
         sampled = int(self._table[StepField.NUM_SAMPLED])
         shape = (sampled, int(self._table[StepField.VOCAB_PANELS]) * target().panel)
         if not sampled:
@@ -113,21 +121,25 @@ class FusedModel:
 
     @property
     def numerics(self) -> str:
-        """What decides the bits of a result: the weights, and the instructions that sum."""
-        return f"fused {self.weight_format} {target().cpu} {target().lanes}"
+        """What decides the bits of a result: the packed weights and the kernels, for this CPU and KV number format."""
+        return f"fused {self.weight_format} {target().cpu} {target().lanes} {self._artifacts}"
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
-        self._team.close()
+        """End the threads, after the step that is in progress. Idempotent."""
+        with self._in_use:
+            self._closed = True
+            self._team.close()
 
-    def _describe(self, chunks: Sequence[FusedChunk], kv: KvView) -> None:
+    def _describe(self, chunks: Sequence[FusedChunk], layout: KvLayout, kv_address: int) -> None:
         """Write into the tables what this step computes."""
         rows = sum(len(chunk.token_ids) for chunk in chunks)
         sampled = sum(chunk.samples for chunk in chunks)
         end = max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=0)
+        if end > self.max_model_len:  # there are no angles beyond it
+            raise ComputeFailed(f"position {end - 1} lies beyond the {self.max_model_len} of the model")
         self._make_room(rows, sampled, end)
         spans = [(len(chunk.token_ids), chunk.start + len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
-        self._attention.begin(spans, layout=kv.layout, kv_address=kv.address)
+        self._attention.begin(spans, layout=layout, kv_address=kv_address)
         token_ids = self._buffers.array(StepField.TOKEN_IDS, np.int32, (rows,))
         positions = self._buffers.array(StepField.POSITIONS, np.int64, (rows,))
         sequences = self._buffers.array(StepField.SEQUENCES, np.int64, (rows,))
@@ -163,26 +175,32 @@ class FusedModel:
 
 @dataclass(frozen=True, slots=True)
 class KvView:
-    """Where the KV blocks lie. The memory must outlive all steps."""
+    """Where the KV blocks lie."""
 
     layout: KvLayout
-    address: int
+    memory: BlockMemory
 
     @staticmethod
     def of(layout: KvLayout, memory: BlockMemory) -> KvView:
-        view = memory.view()
-        return KvView(layout, np.frombuffer(view, np.uint8).ctypes.data)
+        """Raises ConfigError when the memory was made for blocks of another size."""
+        if memory.block_bytes != layout.block_bytes:
+            raise ConfigError(f"KV memory has blocks of {memory.block_bytes} bytes, the layout {layout.block_bytes}")
+        return KvView(layout, memory)
+
+    def mapped(self) -> NDArray[np.uint8]:
+        """The bytes, which stay mapped as long as the array lives. Raises TransferError when the memory is closed."""
+        return np.frombuffer(self.memory.view(), np.uint8)
 
 
 class _Team:
     """The threads beside the caller's that compute a step."""
 
     def __init__(self, program: LoadedProgram, tables: AlignedMemory, table: Table, *, threads: int) -> None:
-        self._sync = AlignedMemory(_SEMAPHORES + _SEMAPHORE_BYTES * threads)
+        self._sync = AlignedMemory(SyncPlace.SEMAPHORES + SEMAPHORE_BYTES * threads)
         self._tables = tables  # the members read them
         table[StepField.SYNC] = self._sync.address
         libc = ctypes.CDLL(None)
-        semaphores = [self._sync.address + _SEMAPHORES + _SEMAPHORE_BYTES * index for index in range(threads)]
+        semaphores = [self._sync.address + SyncPlace.SEMAPHORES + SEMAPHORE_BYTES * index for index in range(threads)]
         for semaphore in semaphores:
             libc.sem_init(ctypes.c_void_p(semaphore), 0, 0)
         members = [
@@ -198,7 +216,7 @@ class _Team:
 
 
 def _end_members(sync: AlignedMemory, semaphores: list[int], members: list[threading.Thread]) -> None:
-    stop = ctypes.c_int64.from_address(sync.address + _STOP)
+    stop = ctypes.c_int64.from_address(sync.address + SyncPlace.STOP)
     stop.value = 1
     libc = ctypes.CDLL(None)
     for semaphore in semaphores:

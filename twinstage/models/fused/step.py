@@ -21,7 +21,7 @@ from twinstage.models.fused.elementwise import (
     swiglu_rows,
 )
 from twinstage.models.fused.embed_affine import embed_rows_affine
-from twinstage.models.fused.fields import LayerField, StepField
+from twinstage.models.fused.fields import SEMAPHORE_BYTES, LayerField, StepField, SyncPlace
 from twinstage.models.fused.formats import WeightFormat
 from twinstage.models.fused.intrinsics import (
     kernel,
@@ -34,7 +34,7 @@ from twinstage.models.fused.intrinsics import (
 )
 from twinstage.models.fused.linear import linear_f32, linear_int8
 from twinstage.models.fused.linear_vnni import linear_vnni
-from twinstage.models.fused.sync import SEMAPHORE_BYTES, SEMAPHORES, STOP, barrier
+from twinstage.models.fused.sync import barrier
 from twinstage.models.fused.tiles import PANEL
 from twinstage.models.fused.vectors import LANES, STORE, load
 
@@ -247,12 +247,12 @@ def make_entry_point(weight_format: WeightFormat, shape: AttentionShape) -> Any:
         sync = load_i64(table, StepField.SYNC)
         if thread == 0:
             for member in range(1, load_i64(table, StepField.NUM_THREADS)):
-                semaphore_post(sync + SEMAPHORES + member * SEMAPHORE_BYTES)
+                semaphore_post(sync + SyncPlace.SEMAPHORES + member * SEMAPHORE_BYTES)
         while True:
             if thread != 0:
-                while semaphore_wait(sync + SEMAPHORES + thread * SEMAPHORE_BYTES) != 0:
+                while semaphore_wait(sync + SyncPlace.SEMAPHORES + thread * SEMAPHORE_BYTES) != 0:
                     pass
-                if load_acquire(sync + STOP) != 0:
+                if load_acquire(sync + SyncPlace.STOP) != 0:
                     return
             step(table, thread)
             if thread == 0:

@@ -11,8 +11,6 @@ import platform
 from dataclasses import dataclass
 from functools import cache
 
-import llvmlite.binding as llvm
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -42,6 +40,8 @@ class Target:
 @cache
 def target() -> Target:
     """The target of this process."""
+    import llvmlite.binding as llvm  # stock modules run where LLVM cannot be loaded
+
     host = llvm.get_host_cpu_features()
     cpu = os.environ.get("NUMBA_CPU_NAME", "")
     if not cpu:
@@ -56,6 +56,10 @@ def missing_features() -> str:
     """What this machine lacks for the kernels, in words; empty when nothing does."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"kernels for {platform.machine()} processors"
+    try:
+        import llvmlite.binding as llvm
+    except (ImportError, OSError) as error:  # not installed, or its library cannot be loaded
+        return f"llvmlite ({error})"
     host = llvm.get_host_cpu_features()
     lacking = [name for name in ("avx2", "fma") if not host.get(name, False)]
     return " and ".join(name.upper() for name in lacking)
