@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twinstage import cpus
+from twinstage import cgroups
 from twinstage.cgroups import cpu_quota, memory_limit
 
 V2_HOST = ("0::/machine/job/step\n", {"machine/job/cpu.max": "150000 100000", "machine/job/step/cpu.max": "max 100000"})
@@ -67,5 +67,5 @@ def test_memory_limits(tmp_path: Path, cgroup: str, files: dict[str, str], expec
 @pytest.mark.parametrize(("quota", "expected"), [(math.inf, 4), (8.0, 4), (3.9, 3), (1.5, 1), (0.2, 1)])
 def test_threads_are_no_more_than_quota_and_cpus(monkeypatch: pytest.MonkeyPatch, quota: float, expected: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
-    monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
-    assert cpus.usable_cpus() == expected
+    monkeypatch.setattr(cgroups, "cpu_quota", lambda: quota)
+    assert cgroups.usable_cpus() == expected

@@ -6,11 +6,21 @@ A container's limits are those of its group and of all groups above it, as far a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _PROC, _SYSFS = Path("/proc"), Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes a number of about 2^63 where there is no limit
+
+
+def usable_cpus() -> int:
+    """Threads that can compute at once: the CPUs that this process may run on, and no more than its group's quota.
+
+    Of a quota of 1.5 one is used. Threads that wait for one another at barriers are all stopped for the rest of a
+    period when their group has used up its time, so the second thread would bring gaps of tens of milliseconds.
+    """
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
 def cpu_quota(*, proc: Path = _PROC, sysfs: Path = _SYSFS) -> float:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from twinstage.cgroups import cpu_quota
 from twinstage.errors import ConfigError
-
-
-def usable_cpus() -> int:
-    """Threads that can compute at once: the CPUs that this process may run on, and no more than its group's quota.
-
-    Of a quota of 1.5 one is used. Threads that wait for one another at barriers are all stopped for the rest of a
-    period when their group has used up its time, so the second thread would bring gaps of tens of milliseconds.
-    """
-    return max(1, math.floor(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

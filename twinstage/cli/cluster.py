@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from twinstage.addresses import join_address
+from twinstage.cgroups import usable_cpus
 from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
 from twinstage.cli.cluster_events import Ended, Event, Interrupted, Known, Ready, Serving
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
-from twinstage.cpus import by_core, format_cpus, share_out, usable_cpus
+from twinstage.cpus import by_core, format_cpus, share_out
 from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
 from twinstage.types import Role, Task
 

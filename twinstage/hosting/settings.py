@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, field_validator
 
-from twinstage.cpus import bind_process, parse_cpus, usable_cpus
+from twinstage.cgroups import usable_cpus
+from twinstage.cpus import bind_process, parse_cpus
 from twinstage.errors import ConfigError
 from twinstage.settings import ProcessSettings
 from twinstage.types import Role, WorkerId

@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from twinstage.cpus import usable_cpus
+from twinstage.cgroups import usable_cpus
 from twinstage.errors import ModelError, NotFusible, TwinstageError
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
