@@ -2,7 +2,8 @@
 
     settings -> logging -> workers are dialled -> port -> requests, as soon as workers are ready -> signal -> drained
 
-Exit codes: 0 after SIGTERM or SIGINT; 2 for wrong flags or a port in use, with one line on standard error.
+Exit codes: 0 after SIGTERM or SIGINT, 128 + its number after a second one; 2 for wrong flags or a port in use, with one
+line on standard error.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from twinstage.rpc.reflection import add_reflection
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
-from twinstage.telemetry.process import exit_with_parent_if_asked, settle_after_start
+from twinstage.telemetry.process import (
+    end_within,
+    exit_with_parent_if_asked,
+    settle_after_start,
+    stop_at_once_while_starting,
+)
 
 LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
 MIN_LIVE_GENERATIONS = 16  # also while no decode worker is ready: requests of one token need none
+END_TIMEOUT_S = 1.0  # from the end of the last call until the process has ended; threads may still render or look up
 MAX_LIVE_EMBEDDINGS = 256  # unless configured; what they hold is memory of the router alone
 
 logger = get_logger(__name__)
@@ -47,6 +54,7 @@ class Router:
         self._text_threads = TextThreads(settings.tokenizer_threads)
         self._health = HealthService(SERVICE_NAMES)
         self._live = LiveRequests()
+        self._draining = asyncio.Event()
         self._generation_gate = Gate(max_live=self._max_live_generations, max_queued=settings.max_queued_requests)
         self._embedding_gate = Gate(
             max_live=settings.max_live_requests or MAX_LIVE_EMBEDDINGS, max_queued=settings.max_queued_requests
@@ -85,12 +93,13 @@ class Router:
             generation_gate=generation_gate,
             embedding_gate=embedding_gate,
             live=self._live,
+            draining=self._draining,
             deadlines=deadlines,
             text_threads=self._text_threads,
             trusts_chat_templates=settings.trust_request_chat_template,
         )
         self._health.attach(self._server)
-        add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE))
+        add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE), ending=self._draining)
 
     def _max_live_generations(self) -> int:
         rows = self.workers.decode_rows
@@ -117,6 +126,7 @@ class Router:
             await run_until_signalled(
                 self._server, self._health, grace_s=self._settings.drain_timeout, on_drain=self._drain
             )
+            end_within(END_TIMEOUT_S, exit_code=0)
         finally:
             await self.stop()
 
@@ -131,6 +141,7 @@ class Router:
         """Refuse new requests, and wait for those in progress."""
         self._generation_gate.close()
         self._embedding_gate.close()
+        self._draining.set()
         await self._live.wait_idle()
 
 
@@ -140,6 +151,7 @@ async def _serve(settings: RouterSettings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a router until it is told to stop; returns the exit code."""
+    stop_at_once_while_starting()
     try:
         settings = read_settings(RouterSettings, sys.argv[1:] if arguments is None else arguments)
         exit_with_parent_if_asked()

@@ -57,6 +57,7 @@ class RoleProcess:
     log_path: Path
     ready_event: str
     address: str = ""
+    told_to_stop: bool = False
 
     @property
     def pid(self) -> int:
@@ -84,7 +85,15 @@ class RoleProcess:
         return False
 
     def send(self, signal_number: int) -> None:
+        self.told_to_stop |= signal_number in (signal.SIGTERM, signal.SIGINT)
         self.process.send_signal(signal_number)
+
+    def tell_to_stop(self) -> None:
+        """As an operator would, once: a second signal ends a process at once."""
+        if self.process.poll() is None:
+            self.send(signal.SIGCONT)
+            if not self.told_to_stop:
+                self.send(signal.SIGTERM)
 
     def kill(self) -> None:
         self.process.kill()
@@ -92,9 +101,7 @@ class RoleProcess:
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """End the process as an operator would. Returns its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
+        self.tell_to_stop()
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -214,8 +221,6 @@ class ProcessCluster:
     def stop(self) -> None:
         """End all processes; the router first, so that it does not look for the workers."""
         for role in reversed(self.processes):
-            if role.process.poll() is None:
-                role.process.send_signal(signal.SIGCONT)
-                role.process.terminate()
+            role.tell_to_stop()
         for role in reversed(self.processes):
             role.stop()

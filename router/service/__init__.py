@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc.aio
 
 from router.embedding import Embedding
@@ -37,15 +39,16 @@ def add_services(
     generation_gate: Gate,
     embedding_gate: Gate,
     live: LiveRequests,
+    draining: asyncio.Event,
     deadlines: Deadlines,
     text_threads: TextThreads,
     trusts_chat_templates: bool,
 ) -> None:
-    """Put every public service on a server that has not been started."""
+    """Put every public service on a server that has not been started. At `draining`, streams of inputs end."""
     door = Door(trusts_chat_templates=trusts_chat_templates)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(generation, door), server)
     embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(
-        EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines), server
+        EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines, draining=draining), server
     )
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
         TokenizerServicer(workers, door=door, threads=text_threads), server

@@ -23,6 +23,7 @@ from twinstage.rpc.convert_public import (
     timing_to_proto,
     usage_to_proto,
 )
+from twinstage.rpc.endless import until_ending
 from twinstage.rpc.interceptors import current_request_id
 from twinstage.rpc.status import error_to_status
 from twinstage.types import EmbeddingFormat, RawEncodeRequest
@@ -34,8 +35,10 @@ LARGE_ANSWER = 64  # vectors; turning more of them into messages would hold up t
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     """Encode, Embed and EncodeStream."""
 
-    def __init__(self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines) -> None:
+    def __init__(self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines, draining: asyncio.Event) -> None:
+        """At `draining`, streams are read no further: what was read is answered, and then they end."""
         self._embedding = embedding
+        self._draining = draining
         self._gate = gate
         self._deadlines = deadlines
 
@@ -76,7 +79,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         formats: deque[EmbeddingFormat] = deque()  # of the requests that are in flight, in order
 
         async def requests() -> AsyncIterator[StreamRequest]:
-            async for request in request_iterator:
+            async for request in until_ending(request_iterator, self._draining):
                 try:
                     raw = encode_stream_request_from_proto(request)
                     formats.append(raw.format)

@@ -12,6 +12,7 @@ and the description of v1 is the renamed one of v1alpha.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from twinstage.errors import InternalError
+from twinstage.rpc.endless import until_ending
 
 if TYPE_CHECKING:  # generic for the type checker only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,13 +43,18 @@ Request = reflection_pb2.ServerReflectionRequest
 Response = reflection_pb2.ServerReflectionResponse
 
 
-def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
+def add_reflection(
+    server: grpc.aio.Server, service_names: Iterable[str], *, ending: asyncio.Event | None = None
+) -> None:
     """Serve reflection on `server`, which has not been started. Lists `service_names` and reflection itself.
+
+    Clients may keep a stream open without asking anything; at `ending` it ends all the same.
 
     Raises InternalError for a service whose generated code has not been imported.
     """
     names = sorted({*service_names, V1_SERVICE, V1ALPHA_SERVICE})
-    servicer = ReflectionService(names, _index([name for name in names if name != V1_SERVICE]))
+    index = _index([name for name in names if name != V1_SERVICE])
+    servicer = ReflectionService(names, index, ending=ending or asyncio.Event())
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.server_reflection_info,
         request_deserializer=Request.FromString,
@@ -61,8 +68,9 @@ def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> Non
 class ReflectionService:
     """Answers questions about descriptors from an index."""
 
-    def __init__(self, service_names: Iterable[str], index: DescriptorIndex) -> None:
+    def __init__(self, service_names: Iterable[str], index: DescriptorIndex, *, ending: asyncio.Event) -> None:
         self._index = index
+        self._ending = ending
         self._service_names = tuple(service_names)
         self._answers: dict[str, Callable[[Any], Any]] = {
             "file_by_filename": self._file_by_filename,
@@ -74,7 +82,7 @@ class ReflectionService:
 
     async def server_reflection_info(self, requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
         """One response per request, in order."""
-        async for request in requests:
+        async for request in until_ending(requests, self._ending):
             question = request.WhichOneof("message_request")
             if question is None:
                 response = _error(grpc.StatusCode.INVALID_ARGUMENT, "the request asks nothing")

@@ -8,7 +8,7 @@
     await run_until_signalled(server, health, grace_s=30)
 
 The first SIGTERM or SIGINT drains: health turns NOT_SERVING for good, `on_drain` runs, and running calls may end within
-the grace period. The second one stops at once.
+the grace period. The second one ends the process at once, whatever it does then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -30,6 +31,7 @@ from twinstage.rpc.health import HealthService
 from twinstage.rpc.interceptors import ErrorInterceptor
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.telemetry.log import get_logger
+from twinstage.telemetry.process import STOP_SIGNALS, end_at_next_signal, end_now
 
 if TYPE_CHECKING:
     from twinstage.rpc.interceptors import ServerInterceptor
@@ -141,31 +143,21 @@ async def run_until_signalled(
     """Wait for SIGTERM or SIGINT, then end the started `server`; on return every call has ended.
 
     `on_drain` runs after health said NOT_SERVING and while calls are still served. It, and the calls after it, share
-    `grace_s` seconds; then, or at a second signal, what still runs is cancelled. An exception of `on_drain` is raised
-    after the server has stopped. Both signals are ignored from then on.
+    `grace_s` seconds; then what still runs is cancelled. An exception of `on_drain` is raised after the server has
+    stopped. A second signal ends the process with exit code 128 + its number, also after this has returned.
     """
-    async with _signals() as signals:
-        first = await signals.get()
+    async with _first_signal() as signalled:
+        first = await signalled
         logger.info("draining", signal=first.name, grace_s=grace_s)
         deadline_s = time.monotonic() + grace_s
         health.shutdown()
-        second = asyncio.create_task(signals.get())
         drain = asyncio.create_task(_drain(on_drain, grace_s))
-        await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
-        drain.cancel()
+        await asyncio.wait({drain})
         # Watches have no end of their own, and would use up the grace period.
         health.end_watches()
-        stop = asyncio.create_task(server.stop(max(0.0, deadline_s - time.monotonic())))
-        await asyncio.wait({stop, second}, return_when=asyncio.FIRST_COMPLETED)
-        if not stop.done():
-            logger.warning("stopping now", signal=second.result().name)
-            await server.stop(None)
-        second.cancel()
-        await asyncio.wait({stop, drain})
+        await server.stop(max(0.0, deadline_s - time.monotonic()))
     logger.info("stopped")
-    stop.result()
-    if not drain.cancelled():
-        drain.result()
+    drain.result()
 
 
 async def _drain(on_drain: DrainCallback | None, grace_s: float) -> None:
@@ -179,19 +171,32 @@ async def _drain(on_drain: DrainCallback | None, grace_s: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _signals() -> AsyncIterator[asyncio.Queue[signal.Signals]]:
-    """A queue of the SIGTERM and SIGINT that arrive within the scope.
+async def _first_signal() -> AsyncIterator[asyncio.Future[signal.Signals]]:
+    """The first SIGTERM or SIGINT that arrives within the scope; another one, or one after the scope, ends the process.
 
-    They are ignored after it: what remains is short, and an impatient second signal must not cut it.
+    The interpreter calls handlers as soon as it runs on the main thread, even if the event loop is held up; that the
+    loop has its own as well makes it wake up for them.
     """
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    handled = (signal.SIGTERM, signal.SIGINT)
-    for number in handled:
-        loop.add_signal_handler(number, arrived.put_nowait, number)
+    arrived: asyncio.Future[signal.Signals] = loop.create_future()
+    seen: list[int] = []
+
+    def act(number: int, frame: FrameType | None) -> None:
+        if seen:
+            end_now(number, frame)
+        seen.append(number)
+        loop.call_soon_threadsafe(arrived.set_result, signal.Signals(number))
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, _nothing)
+        signal.signal(number, act)
     try:
         yield arrived
     finally:
-        for number in handled:
-            loop.remove_signal_handler(number)  # to the default, which ends the process
-            signal.signal(number, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+        end_at_next_signal()
+
+
+def _nothing() -> None:
+    """What the event loop does about a signal that was handled."""

@@ -2,8 +2,9 @@
 
     settings -> logging -> port -> NOT_SERVING while the model loads -> SERVING -> signal -> drained -> freed
 
-Exit codes: 0 after SIGTERM or SIGINT, also while loading; 2 for wrong flags, a wrong model or a wrong machine, with
-one line on standard error; 1 when the books of KV blocks did not balance at the end.
+Exit codes: 0 after SIGTERM or SIGINT, also while loading, 128 + its number after a second one; 2 for wrong flags, a
+wrong model or a wrong machine, with one line on standard error; 1 when the books of KV blocks did not balance at the
+end, or the end did not come.
 """
 
 from __future__ import annotations
@@ -26,13 +27,20 @@ from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
-from twinstage.telemetry.process import exit_with_parent_if_asked, settle_after_start
+from twinstage.telemetry.process import (
+    STOP_SIGNALS,
+    end_within,
+    exit_with_parent_if_asked,
+    settle_after_start,
+    stop_at_once_while_starting,
+)
 from twinstage.transfer.values import KvIdentity
 from twinstage.types import Role, WorkerDescription
 from twinstage.worker.v1 import worker_pb2_grpc
 
 WORKER_SERVICE = "twinstage.worker.v1.WorkerService"
 FREE_TIMEOUT_S = 15.0  # a stopped peer is noticed by the deadlines of the KV channel, which are shorter
+END_TIMEOUT_S = 2 * FREE_TIMEOUT_S  # from the end of the last call until the process has ended
 # How long a thread that wants to run Python waits for one that does. A step computes without the interpreter's lock;
 # when it ends, the engine's thread must not wait for all that the event loop happens to be converting and sending.
 SWITCH_INTERVAL_S = 0.0005
@@ -87,6 +95,7 @@ class WorkerProcess(Generic[Worker]):
         await run_until_signalled(
             server, health, grace_s=self._settings.drain_timeout, on_drain=lambda: self._drain(worker)
         )
+        end_within(END_TIMEOUT_S, exit_code=1)
         return await self._free(worker)
 
     async def _load_unless_signalled(self) -> Callable[[asyncio.AbstractEventLoop], Worker]:
@@ -103,7 +112,7 @@ class WorkerProcess(Generic[Worker]):
             else:
                 loop.call_soon_threadsafe(loaded.set_result, result)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, _leave_while_loading, number)
         context = contextvars.copy_context()  # with what is bound to the log
         threading.Thread(target=context.run, args=(work,), name="load", daemon=True).start()
@@ -154,6 +163,7 @@ def run_worker(
     process: Callable[[Settings], WorkerProcess[Worker]],
 ) -> int:
     """Read the settings, run the process and return its exit code."""
+    stop_at_once_while_starting()
     try:
         values = read_settings(settings, arguments)
         configure_logging(level=values.log_level, format=values.log_format, role=role.value)
