@@ -244,7 +244,10 @@ class RawSender:
             generation=changes.get("generation", grant.generation),
             checksum=checksum,
         )
-        self.channel.writer.write(Write(grant.transfer_id, (piece,)), [memoryview(data)])
+        memory = self.channel.session.memory
+        if memory is not None and 0 <= piece.offset < memory.block_bytes:
+            memory.block(piece.block_id)[piece.offset : piece.offset + len(data)] = data
+        self.say(Write(grant.transfer_id, (piece,)), b"" if memory is not None else data)
 
     def commit(self, transfer_id: int) -> None:
         self.say(Commit(transfer_id=transfer_id, request_id="raw", num_tokens=1, token=Token(token_id=1)))

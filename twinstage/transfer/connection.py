@@ -3,6 +3,15 @@
 The thread is the only one that reads from the socket and the only one that moves payload into blocks; `stop_writing`
 and `end` may come from any thread.
 
+A write is verified when its frame has come: the bytes as they stand in this worker's own pool against the xxh3 of what
+the sender read from its pool. A commit is taken when every byte of every granted block was verified so, and what was
+verified is not written again. So the other core verifies while the sender copies on, and a copy that went wrong, is
+not complete, or went to another place than it says, fails its transfer.
+
+Over shared memory this guards against faults, not malice: a sender has the pool mapped. Bytes that change after their
+frame, by the stray write of a process that also did all that it should have done, go unnoticed, before the commit as
+for as long as a request decodes on them. Over tcp nobody but this thread writes.
+
 When a sender breaks the protocol the connection ends, but over shared memory its writes may go on until it has closed
 its side. So this side stops sending, which tells the sender to leave, and reads on until the end of the stream; the
 blocks stay out of use as long as that takes.
@@ -29,6 +38,7 @@ from twinstage.transfer.messages import (
     Nack,
     Open,
     Opened,
+    Piece,
     Revoke,
     Revoked,
     Transport,
@@ -165,27 +175,35 @@ class Connection:
         try:
             transfer = self._table.admit_write(write, link=self)
         except TransferError as error:
-            self._fail(write.transfer_id, error)
-            self._refuse(write.transfer_id, error)
-            if self.transport == "tcp":
-                self._fence(write.transfer_id)
-            else:
-                self._send(Revoke(transfer_id=write.transfer_id))
+            self._break_off(write.transfer_id, error)
             transfer = None
         if transfer is None:
             # Refused just now, or a latecomer of one that was refused, revoked or aborted: the sender knows already.
             self._stream.discard(payload_bytes)
         elif self._receive(write, transfer):
-            self._table.note_written(transfer, write)
+            try:
+                self._verify(write)
+                self._table.note_verified(transfer, write)
+            except TransferError as error:
+                self._break_off(write.transfer_id, error)
+
+    def _break_off(self, transfer_id: int, error: TransferError) -> None:
+        """A write broke the rules, or did not bring what it says: nothing more of the transfer is wanted."""
+        self._fail(transfer_id, error)
+        self._refuse(transfer_id, error)
+        if self.transport == "tcp":
+            self._fence(transfer_id)
+        else:
+            self._send(Revoke(transfer_id=transfer_id))
 
     def _receive(self, write: Write, transfer: IncomingTransfer) -> bool:
         """Bring the payload into the blocks; False when the transfer was revoked meanwhile."""
         if self.transport == "shm":
             return True
-        views = [
-            self._memory.block(piece.block_id)[piece.offset : piece.offset + piece.length] for piece in write.pieces
-        ]
-        return receive_payload(self._stream, views, gate=transfer.gate)
+        return receive_payload(self._stream, [self._view(piece) for piece in write.pieces], gate=transfer.gate)
+
+    def _view(self, piece: Piece) -> memoryview:
+        return self._memory.block(piece.block_id)[piece.offset : piece.offset + piece.length]
 
     def _commit(self, message: Commit) -> None:
         transfer_id = message.transfer_id
@@ -195,7 +213,7 @@ class Connection:
             self._refuse(transfer_id, StaleHandle(f"transfer {transfer_id} is not open on this connection"))
             return
         try:
-            received = self._verify(transfer)
+            received = self._received(transfer)
             if not self._table.finish(transfer):
                 raise StaleHandle(f"transfer {transfer_id} was revoked")
         except TransferError as error:
@@ -214,16 +232,20 @@ class Connection:
         else:
             self._send(Ack(transfer_id=transfer_id))
 
-    def _verify(self, transfer: IncomingTransfer) -> ReceivedBlocks:
-        """Check the bytes as they stand in the pool. Raises TransferError, ChecksumMismatch or StaleHandle."""
+    def _verify(self, write: Write) -> None:
+        """Check the bytes as they stand in the pool. Raises ChecksumMismatch."""
+        for piece in write.pieces:
+            view = self._view(piece)
+            if xxhash.xxh3_64_intdigest(view) != piece.checksum:
+                raise ChecksumMismatch(f"block {piece.block_id} at position {piece.position} is not what was sent")
+
+    def _received(self, transfer: IncomingTransfer) -> ReceivedBlocks:
+        """What a commit completes. Raises TransferError when a block is missing, StaleHandle when it is too late."""
         grant = transfer.grant
         self._table.check_lease(transfer)
         for position, block_id in enumerate(grant.block_ids):
-            arrived, checksum = transfer.arrived.get(position, (0, 0))
-            if arrived != self._memory.block_bytes:
+            if transfer.verified.get(position) != self._memory.block_bytes:
                 raise TransferError(f"the commit came before block {block_id} at position {position} was complete")
-            if xxhash.xxh3_64_intdigest(self._memory.block(block_id)) != checksum:
-                raise ChecksumMismatch(f"block {block_id} at position {position} is not what was sent")
         num_blocks = len(grant.block_ids)
         return ReceivedBlocks(
             kv_bytes=num_blocks * self._memory.block_bytes, num_blocks=num_blocks, transport=self.transport

@@ -10,7 +10,8 @@ from twinstage.errors import HandshakeRefused, TwinstageError
 from twinstage.transfer import shm, tcp
 from twinstage.transfer.handshake import SenderSession, greet
 from twinstage.transfer.host import host_id
-from twinstage.transfer.messages import Transport, Write
+from twinstage.transfer.messages import Transport
+from twinstage.transfer.portion import Portion
 from twinstage.transfer.shm import ShmBlockWriter
 from twinstage.transfer.tcp import TcpBlockWriter
 from twinstage.transfer.values import ChannelTimeouts, KvIdentity
@@ -19,12 +20,12 @@ from twinstage.types import KvEndpoint, KvGrant
 
 
 class BlockWriter(Protocol):
-    """Brings pieces of blocks to the receiver, at most `turn_bytes` of a transfer before another one has its turn."""
+    """Brings bytes of blocks to the receiver, at most `turn_bytes` of a transfer before another one has its turn."""
 
     turn_bytes: int
 
-    def write(self, write: Write, sources: Sequence[memoryview]) -> None:
-        """Bring one source view per piece. Raises StaleHandle for a block that does not exist, else TransferError."""
+    def write(self, transfer_id: int, portions: Sequence[Portion]) -> None:
+        """Bring them, in one frame. Raises StaleHandle for a block that does not exist, else TransferError."""
 
     def close(self) -> None:
         """Give back what the writer holds."""

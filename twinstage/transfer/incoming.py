@@ -51,11 +51,11 @@ class IncomingPhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class IncomingTransfer:
-    """One transfer. `arrived`: bytes of each block that have come, and its checksum, by position in the grant."""
+    """One transfer. `verified`: bytes of each block that have come and are as sent, by position in the grant."""
 
     grant: KvGrant
     expires_s: float  # reading of the monotonic clock
-    arrived: dict[int, tuple[int, int]] = field(default_factory=dict)
+    verified: dict[int, int] = field(default_factory=dict)
     phase: IncomingPhase = IncomingPhase.EXPECTED
     link: Link | None = None
     gate: WriteGate = field(default_factory=WriteGate)
@@ -134,9 +134,9 @@ class IncomingTable:
             self._fill(transfer, write.pieces)
         return transfer
 
-    def note_written(self, transfer: IncomingTransfer, write: Write) -> None:
-        """The bytes of an admitted write stand in the blocks. For the link's own thread."""
-        transfer.arrived.update(self._fill(transfer, write.pieces))
+    def note_verified(self, transfer: IncomingTransfer, write: Write) -> None:
+        """The bytes of an admitted write stand in the blocks, as they were sent. For the link's own thread."""
+        transfer.verified.update(self._fill(transfer, write.pieces))
 
     def begin_verifying(self, transfer_id: int, *, link: Link) -> IncomingTransfer | None:
         """The sender committed; None when `link` has no such open transfer."""
@@ -198,22 +198,20 @@ class IncomingTable:
             return None
         return transfer
 
-    def _fill(self, transfer: IncomingTransfer, pieces: Sequence[Piece]) -> dict[int, tuple[int, int]]:
-        """Check pieces against the grant and what came before, and return the entries of `arrived` that change."""
+    def _fill(self, transfer: IncomingTransfer, pieces: Sequence[Piece]) -> dict[int, int]:
+        """Check pieces against the grant and what came before, and return the entries of `verified` that change."""
         grant = transfer.grant
-        changes: dict[int, tuple[int, int]] = {}
+        changes: dict[int, int] = {}
         for piece in pieces:
             position, block_id = piece.position, piece.block_id
             if position >= len(grant.block_ids) or block_id != grant.block_ids[position]:
                 raise StaleHandle(f"block {block_id} at position {position} is not in the grant")
             if piece.generation != grant.generation:
                 raise StaleHandle(f"block {block_id} is written as of generation {piece.generation}")
-            before, checksum = changes.get(position) or transfer.arrived.get(position, (0, piece.checksum))
+            before = changes.get(position) or transfer.verified.get(position, 0)
             if piece.offset != before or before + piece.length > self._block_bytes:
                 raise TransferError(f"block {block_id} is written out of order, twice, or beyond its end")
-            if piece.checksum != checksum:
-                raise TransferError(f"block {block_id} has two checksums")
-            changes[position] = (before + piece.length, checksum)
+            changes[position] = before + piece.length
         return changes
 
     def _remove(self, transfer: IncomingTransfer) -> None:

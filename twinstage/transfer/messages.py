@@ -138,7 +138,7 @@ class Revoked(_Body):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [offset, offset + length) of one block. `checksum` is xxh3_64 of the whole block, in each of its pieces."""
+    """Bytes [offset, offset + length) of one block, and their xxh3_64."""
 
     position: int  # index into the grant's block_ids
     block_id: int

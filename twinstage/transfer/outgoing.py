@@ -14,13 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import xxhash
-
 from twinstage.errors import IllegalTransition, StaleHandle
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import MAX_PIECES
-from twinstage.transfer.messages import Commit, Piece, Write, commit_to_message
+from twinstage.transfer.messages import Commit, commit_to_message
+from twinstage.transfer.portion import Portion
 from twinstage.transfer.values import HandoverCommit, HandoverDone, TransferOutcome
 from twinstage.types import KvGrant
 
@@ -61,8 +60,7 @@ class OutgoingTransfer:
         self._commit_asked_s = 0.0
         self._aborted = False
         self._finished = False
-        self._offset = 0  # bytes of the first pending block that were written; its checksum
-        self._checksum = 0
+        self._offset = 0  # bytes of the first pending block that were written
 
     # --- the engine's side ---------------------------------------------------------------------------
 
@@ -122,28 +120,24 @@ class OutgoingTransfer:
             return self.lease_deadline_s
         return min(self.lease_deadline_s, self.answer_deadline_s)
 
-    def next_write(self, memory: BlockMemory, max_bytes: int) -> tuple[Write, list[memoryview]] | None:
-        """The next pending pieces and their bytes, at most `max_bytes` of them; None when nothing is pending.
+    def next_portions(self, memory: BlockMemory, max_bytes: int) -> list[Portion]:
+        """What is to be written next, at most `max_bytes`; nothing when nothing is pending.
 
         Small blocks share a frame, large ones are split. Raises StaleHandle when a source block does not exist.
         """
-        pieces: list[Piece] = []
-        sources: list[memoryview] = []
+        portions: list[Portion] = []
         room = max_bytes
-        while len(pieces) < MAX_PIECES and (head := self._head()) is not None:
+        while len(portions) < MAX_PIECES and (head := self._head()) is not None:
             source_id, position = head
             rest = memory.block_bytes - self._offset
-            if pieces and rest > room:
+            if portions and rest > room:
                 break
             length = min(rest, room)
-            block = memory.block(source_id)
-            if self._offset == 0:
-                self._checksum = xxhash.xxh3_64_intdigest(block)
-            pieces.append(self._piece(position, length))
-            sources.append(block[self._offset : self._offset + length])
+            source = memory.block(source_id)[self._offset : self._offset + length]
+            portions.append(self._portion(position, source))
             room -= length
             self._advance(length, memory.block_bytes)
-        return (Write(self.transfer_id, tuple(pieces)), sources) if pieces else None
+        return portions
 
     def take_commit(self) -> Commit | None:
         """The commit, if it was asked for."""
@@ -170,14 +164,13 @@ class OutgoingTransfer:
         with self._lock:
             return self._pending[0] if self._pending else None
 
-    def _piece(self, position: int, length: int) -> Piece:
-        return Piece(
+    def _portion(self, position: int, source: memoryview) -> Portion:
+        return Portion(
             position=position,
             block_id=self.grant.block_ids[position],
             offset=self._offset,
-            length=length,
             generation=self.grant.generation,
-            checksum=self._checksum,
+            source=source,
         )
 
     def _advance(self, length: int, block_bytes: int) -> None:

@@ -261,11 +261,10 @@ class Peer:
 
     def _send_more(self, transfer: OutgoingTransfer, channel: Channel) -> None:
         commit = transfer.take_commit()  # before looking for blocks: none is queued after it
-        batch = transfer.next_write(self._memory, channel.writer.turn_bytes)
-        if batch is not None:
-            write, sources = batch
-            channel.writer.write(write, sources)
-            transfer.kv_bytes += write.num_bytes
+        portions = transfer.next_portions(self._memory, channel.writer.turn_bytes)
+        if portions:
+            channel.writer.write(transfer.transfer_id, portions)
+            transfer.kv_bytes += sum(len(portion.source) for portion in portions)
             self.wake(transfer)
         elif commit is not None:
             channel.stream.send(commit)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from twinstage.errors import InternalError, TransferError
+from twinstage.kv import copying
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.dial import Dialler
 from twinstage.transfer.handshake import checked_secret
@@ -55,6 +56,8 @@ class KvSender:
         timeouts: ChannelTimeouts | None = None,
     ) -> None:
         """`secret` must be the receivers'. Raises ConfigError when it is empty."""
+        if "shm" in transports:
+            copying.prepare()
         self._memory = memory
         self._layout_fingerprint = identity.layout_fingerprint
         self._timeouts = timeouts or ChannelTimeouts()

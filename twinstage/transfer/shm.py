@@ -27,13 +27,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
+import xxhash
 
 from twinstage.errors import ConfigError, TransferError
+from twinstage.kv.copying import copy_streaming
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import HEADER, decode_header, encode
-from twinstage.transfer.messages import Message, Write
+from twinstage.transfer.messages import Message, Piece, Write
+from twinstage.transfer.portion import Portion
 from twinstage.transfer.wire import Frame, FrameSocket
 
 logger = get_logger(__name__)
@@ -172,7 +174,7 @@ def connect(path: str, *, timeout_s: float) -> socket.socket:
 
 
 class ShmBlockWriter:
-    """Writes pieces into the receiver's memory, then tells it."""
+    """Writes into the receiver's memory, then tells it."""
 
     turn_bytes = 4 * 1024 * 1024  # a turn costs some 50 us besides the copying, which takes 100 us a MiB
 
@@ -181,13 +183,15 @@ class ShmBlockWriter:
         self._stream = stream
         self._remote = remote
 
-    def write(self, write: Write, sources: Sequence[memoryview]) -> None:
-        """Copy one source view per piece to where the piece belongs. Raises StaleHandle, TransferError."""
-        for piece, source in zip(write.pieces, sources, strict=True):
-            target = self._remote.block(piece.block_id)[piece.offset : piece.offset + piece.length]
-            # NumPy copies without the interpreter lock, so the engine's thread goes on meanwhile.
-            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
-        self._stream.send(write)
+    def write(self, transfer_id: int, portions: Sequence[Portion]) -> None:
+        """Copy the portions to where they belong. Raises StaleHandle, TransferError."""
+        pieces: list[Piece] = []
+        for portion in portions:
+            start, source = portion.offset, portion.source
+            copy_streaming(self._remote.block(portion.block_id)[start : start + len(source)], source)
+            # After the copy, which has left the source in the cache, and of the source: what went wrong shows.
+            pieces.append(portion.piece(checksum=xxhash.xxh3_64_intdigest(source)))
+        self._stream.send(Write(transfer_id, tuple(pieces)))
 
     def close(self) -> None:
         """Unmap the receiver's memory."""

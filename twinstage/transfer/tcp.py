@@ -11,10 +11,13 @@ import socket
 import time
 from collections.abc import Sequence
 
+import xxhash
+
 from twinstage.errors import ConfigError, TransferError
 from twinstage.transfer.frames import MAX_PAYLOAD_BYTES
 from twinstage.transfer.gate import WriteGate
 from twinstage.transfer.messages import Write
+from twinstage.transfer.portion import Portion
 from twinstage.transfer.wire import FrameSocket, after
 
 _BACKLOG = 64
@@ -55,16 +58,17 @@ def tune(connection: socket.socket) -> None:
 
 
 class TcpBlockWriter:
-    """Sends pieces with their bytes."""
+    """Sends bytes with their frame."""
 
     turn_bytes = MAX_PAYLOAD_BYTES
 
     def __init__(self, stream: FrameSocket) -> None:
         self._stream = stream
 
-    def write(self, write: Write, sources: Sequence[memoryview]) -> None:
-        """Send one source view per piece. Raises TransferError."""
-        self._stream.send(write, payload=sources)
+    def write(self, transfer_id: int, portions: Sequence[Portion]) -> None:
+        """Send the portions. Raises TransferError."""
+        pieces = tuple(portion.piece(checksum=xxhash.xxh3_64_intdigest(portion.source)) for portion in portions)
+        self._stream.send(Write(transfer_id, pieces), payload=[portion.source for portion in portions])
 
     def close(self) -> None:
         """Nothing to give back."""
