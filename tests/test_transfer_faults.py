@@ -44,7 +44,7 @@ from twinstage.errors import (
     StaleHandle,
     TransferError,
 )
-from twinstage.kv.copying import copy_streaming
+from twinstage.kv.copying import copy_with_checksum
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import FORMAT_VERSION, HEADER, MAGIC, FrameType, encode
 from twinstage.transfer.gate import WriteGate
@@ -143,16 +143,17 @@ def test_a_real_sender_whose_target_is_spoiled_learns_of_it(
         if next(arrived) // 2 == spoiled:
             view[len(view) // 2] ^= 1
 
-    def copy(target: memoryview, source: memoryview) -> None:
-        copy_streaming(target, source)
+    def copy(target: memoryview, source: memoryview) -> int:
+        checksum_of_source = copy_with_checksum(target, source)
         spoil(target)
+        return checksum_of_source
 
     def receive(stream: FrameSocket, views: Sequence[memoryview], *, gate: WriteGate) -> bool:
         is_complete = receive_payload(stream, views, gate=gate)
         spoil(views[0])
         return is_complete
 
-    monkeypatch.setattr("twinstage.transfer.shm.copy_streaming", copy)
+    monkeypatch.setattr("twinstage.transfer.shm.copy_with_checksum", copy)
     monkeypatch.setattr("twinstage.transfer.connection.receive_payload", receive)
     monkeypatch.setattr("twinstage.transfer.shm.ShmBlockWriter.turn_bytes", 1 << 20)
     with open_ends(transport, num_blocks=8, block_bytes=3 << 19) as ends:

@@ -27,10 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import xxhash
-
 from twinstage.errors import ConfigError, TransferError
-from twinstage.kv.copying import copy_streaming
+from twinstage.kv.copying import copy_with_checksum
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import HEADER, decode_header, encode
@@ -188,9 +186,8 @@ class ShmBlockWriter:
         pieces: list[Piece] = []
         for portion in portions:
             start, source = portion.offset, portion.source
-            copy_streaming(self._remote.block(portion.block_id)[start : start + len(source)], source)
-            # After the copy, which has left the source in the cache, and of the source: what went wrong shows.
-            pieces.append(portion.piece(checksum=xxhash.xxh3_64_intdigest(source)))
+            target = self._remote.block(portion.block_id)[start : start + len(source)]
+            pieces.append(portion.piece(checksum=copy_with_checksum(target, source)))
         self._stream.send(Write(transfer_id, tuple(pieces)))
 
     def close(self) -> None:
