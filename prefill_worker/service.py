@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from prefill_worker.events import FirstToken, PrefillEvent
-from twinstage.errors import TaskNotSupported
+from twinstage.errors import FieldViolation, InvalidRequest, TaskNotSupported
 from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
 from twinstage.types import Task
@@ -34,10 +34,15 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         self._loading = loading
 
     async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Any
+        self, requests: AsyncIterator[worker_pb2.PrefillRequest], context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         worker = cast("PrefillWorker", self._worker(Task.GENERATE))
+        request = await anext(requests, worker_pb2.PrefillRequest())
         spec = sequence_spec_from_proto(request.sequence)
+        if request.grant_follows:  # the decode worker is still reserving
+            request = await anext(requests, request)
+            if not request.HasField("grant"):
+                raise InvalidRequest([FieldViolation("grant", "was to follow the request, and did not")])
         grant = kv_grant_from_proto(request.grant) if request.HasField("grant") else None
         async with aclosing(worker.prefill(spec, grant)) as events:
             async for event in events:

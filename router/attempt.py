@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 from router.ledger import Placement
 from router.placement import WorkerKey
-from router.waiting import first_of
 from router.worker_entry import WorkerLife
 from twinstage.errors import DeadlineExceeded, Draining, TransferError, TwinstageError, WorkerLost
-from twinstage.rpc.clients import DecodeSubscription
+from twinstage.rpc.clients import DecodeSubscription, Reservation
 from twinstage.types import KvGrant, SequenceSpec
 
 Result = TypeVar("Result")
@@ -24,38 +23,47 @@ RECEIVERS_WORD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Standby:
-    """A place on the decode worker: where its tokens arrive, and what the ledger counts for it."""
-
-    subscription: DecodeSubscription
-    placement: Placement
-
-    def granted(self, grant: KvGrant) -> None:
-        """The blocks are set aside; those that the worker had already are not this request's alone."""
-        self.placement.granted(len(grant.block_ids))
-
-
-@dataclass(frozen=True, slots=True)
 class Receiver:
     """The decode worker that waits for a hand-over from `sender`."""
 
     sender: WorkerLife
     worker: WorkerLife
-    grant: KvGrant
+    reservation: Reservation
     subscription: DecodeSubscription
+    placement: Placement  # what the ledger counts for it
 
-    async def broken(self) -> NoReturn:
-        """Wait until the decode worker fails the request. Raises AttemptFailed.
+    async def granted(self) -> tuple[KvGrant, float]:
+        """The grant, and the seconds that the request waited for blocks. Raises AttemptFailed."""
+        with blaming(self.worker.key):
+            grant, queue_s = await self.reservation.granted()
+        self.placement.granted(len(grant.block_ids))  # those that the worker had already are not this request's alone
+        return grant, queue_s
+
+    @contextlib.asynccontextmanager
+    async def unless_broken(self) -> AsyncIterator[None]:
+        """A block that ends with AttemptFailed when the decode worker fails the request meanwhile.
 
         A sender that gives a transfer up says so to the decode worker and, with the reason, to the router. The reason
         may be that the first token was also the last one, so it is waited for when the decode worker's word is first.
         """
-        with blaming(self.worker.key, self.sender.key):
-            try:
-                await self.subscription.broken()
-            except (TransferError, DeadlineExceeded):  # what a decode worker calls a transfer that ends near a deadline
-                await asyncio.sleep(SENDERS_WORD_S)
+        errors: list[TwinstageError] = []
+
+        def end(error: TwinstageError) -> None:
+            errors.append(error)
+            # Near a deadline that is what a decode worker calls a transfer that ended.
+            is_of_transfer = isinstance(error, TransferError | DeadlineExceeded)
+            patience_s = SENDERS_WORD_S if is_of_transfer else 0.0
+            scope.reschedule(asyncio.get_running_loop().time() + patience_s)
+
+        try:
+            async with asyncio.timeout(None) as scope:
+                with self.subscription.hearing_failure(end):
+                    yield
+        except TimeoutError:
+            if not scope.expired():
                 raise
+            with blaming(self.worker.key, self.sender.key):
+                raise errors[0] from None
 
     async def explained(self, work: Awaitable[Result]) -> Result:
         """What `work` of the sender returns. Raises AttemptFailed of whoever broke the transfer.
@@ -77,11 +85,12 @@ class Receiver:
                 await self.subscription.broken()
 
 
-async def unless_broken(work: Coroutine[Any, Any, Result], receiver: Receiver | None) -> Result:
+async def unless_broken(work: Awaitable[Result], receiver: Receiver | None) -> Result:
     """What `work` of the prefill worker returns, unless its transfer to `receiver` fails. Raises AttemptFailed then."""
     if receiver is None:
         return await work
-    return await first_of(receiver.explained(work), receiver.broken())
+    async with receiver.unless_broken():
+        return await receiver.explained(work)
 
 
 class AttemptFailed(Exception):
@@ -111,8 +120,10 @@ def blaming(worker: WorkerKey, peer: WorkerKey | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stand_by(decode: WorkerLife | None, spec: SequenceSpec) -> Iterator[Standby | None]:
-    """A place on the decode worker. Leaving it ends whatever the request still has there."""
+def stand_by(
+    decode: WorkerLife | None, spec: SequenceSpec, *, sender: WorkerLife, deadline_s: float
+) -> Iterator[Receiver | None]:
+    """A place on the decode worker, which is asked for blocks. Leaving it ends whatever the request still has there."""
     if decode is None:
         yield None
         return
@@ -121,5 +132,8 @@ def stand_by(decode: WorkerLife | None, spec: SequenceSpec) -> Iterator[Standby 
     with (
         decode.ledger.placed(blocks=blocks) as placement,
         decode.session.subscribe(spec.request_id) as subscription,
+        contextlib.ExitStack() as stack,
     ):
-        yield Standby(subscription, placement)
+        with blaming(decode.key):
+            reservation = stack.enter_context(decode.session.reserving(spec, deadline_s=deadline_s))
+        yield Receiver(sender, decode, reservation, subscription, placement)

@@ -49,10 +49,9 @@ from twinstage.errors import (
     TwinstageError,
 )
 from twinstage.lifecycle import CancelledOutcome, Failed, Finished, RouterPhase, router_lifecycle
-from twinstage.rpc.clients import DecodeSubscription
 from twinstage.telemetry.log import get_logger
 from twinstage.text.stream import TextDelta, TextStream
-from twinstage.types import AdmittedRequest, Finish, FinishReason, KvGrant, RequestId, SequenceSpec, TokenChunk
+from twinstage.types import AdmittedRequest, Finish, FinishReason, RequestId, SequenceSpec, TokenChunk
 
 MAX_ATTEMPTS = 3
 
@@ -185,37 +184,33 @@ class Flow:
             request_id=RequestId(f"{self._request.spec.request_id}#{turn}"),
             resumed_token_ids=tuple(self._token_ids),
         )
-        with stand_by(decode, spec) as standby:
+        with stand_by(decode, spec, sender=prefill, deadline_s=self._remaining_s) as receiver:
+            if receiver is not None:
+                self._lifecycle.advance(RouterPhase.RESERVING)
+                await asyncio.sleep(0)  # the wish for blocks goes out before the next call is made
             with self._trail.expected(self._sequence, pair.prefill, pair.decode):
-                if decode is None or standby is None:
-                    finish = await self._prefill(spec, prefill)
-                else:
-                    grant = await self._reserve(spec, decode)
-                    standby.granted(grant)
-                    finish = await self._prefill(spec, prefill, Receiver(prefill, decode, grant, standby.subscription))
-            if finish is None and decode is not None and standby is not None:
-                finish = await self._decode(decode, standby.subscription)
+                finish = await self._prefill(spec, prefill, receiver)
+            if finish is None and receiver is not None:
+                finish = await self._decode(receiver)
         if finish is None:
             raise InternalError(f"worker {prefill.key.worker_id} did not end a request of one token")
         return finish
-
-    async def _reserve(self, spec: SequenceSpec, decode: WorkerLife) -> KvGrant:
-        """Blocks on the decode worker, for which the request waits while the pool is full."""
-        self._lifecycle.advance(RouterPhase.RESERVING)
-        assert decode.session is not None
-        with blaming(decode.key):
-            grant, queue_s = await decode.session.reserve(spec, deadline_s=self._remaining_s)
-        self._tally.reserved(queue_s)
-        return grant
 
     async def _prefill(
         self, spec: SequenceSpec, prefill: WorkerLife, receiver: Receiver | None = None
     ) -> Finish | None:
         """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
-        self._lifecycle.advance(RouterPhase.PREFILLING)
         sequence = self._sequence
-        grant = receiver.grant if receiver is not None else None
-        with blaming(prefill.key), prefill.connection.prefill(spec, grant, timeout_s=self._remaining_s) as call:
+        # The call is set up while the decode worker reserves; it is the grant that starts the prefill.
+        started = prefill.connection.prefill(
+            spec, None, timeout_s=self._remaining_s, grant_follows=receiver is not None
+        )
+        with blaming(prefill.key), started as call:
+            if receiver is not None:
+                grant, queue_s = await receiver.granted()
+                self._tally.reserved(queue_s)
+                call.give(grant)
+            self._lifecycle.advance(RouterPhase.PREFILLING)
             with prefill.ledger.placed(tokens=self._num_uncached):
                 first = await unless_broken(call.first_token(), receiver)
             self._tally.prefilled(first)
@@ -228,19 +223,19 @@ class Flow:
             self._trail.went_to(sequence, receiver.worker.key)
             return None
 
-    async def _decode(self, decode: WorkerLife, subscription: DecodeSubscription) -> Finish:
+    async def _decode(self, receiver: Receiver) -> Finish:
         """The other tokens, as the decode worker makes them."""
         self._lifecycle.advance(RouterPhase.DECODING)
         while True:
-            with blaming(decode.key):
-                update = await subscription.receive()
+            with blaming(receiver.worker.key):
+                update = await receiver.subscription.receive()
             if update.totals is not None:
                 self._tally.decoded(update.totals)
             finish = self._deliver(
-                TokenChunk(request_id=subscription.request_id, tokens=update.tokens, finish=update.finish)
+                TokenChunk(request_id=receiver.subscription.request_id, tokens=update.tokens, finish=update.finish)
             )
             if finish is not None:
-                self._trail.went_to(self._sequence, decode.key)  # a next turn may begin with the answer
+                self._trail.went_to(self._sequence, receiver.worker.key)  # a next turn may begin with the answer
                 return finish
 
     @property

@@ -223,6 +223,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
     def __init__(self, description: WorkerDescription, bundle: TokenizerBundle) -> None:
         super().__init__(description, bundle)
         self.running: set[str] = set()
+        self.waiting: set[str] = set()  # for their grants
         self.specs: list[SequenceSpec] = []
         self.grants: list[KvGrant | None] = []
         self.encode_batches: list[int] = []
@@ -233,9 +234,17 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
     async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Any
+        self, requests: AsyncIterator[worker_pb2.PrefillRequest], context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        request = await anext(requests)
         spec = sequence_spec_from_proto(request.sequence)
+        if request.grant_follows:
+            self.waiting.add(spec.request_id)
+            try:
+                if not (request := await anext(requests, worker_pb2.PrefillRequest())).HasField("grant"):
+                    return  # the router has gone
+            finally:
+                self.waiting.discard(spec.request_id)
         grant = kv_grant_from_proto(request.grant) if request.HasField("grant") else None
         self.specs.append(spec)
         self.grants.append(grant)
@@ -509,7 +518,7 @@ class FakeCluster:
         """Every block comes back and nothing runs, within the timeout."""
 
         def is_idle() -> bool:
-            return not any(worker.running for worker in self.prefill) and not any(
+            return not any(worker.running or worker.waiting for worker in self.prefill) and not any(
                 worker.reservations for worker in self.decode
             )
 

@@ -140,6 +140,40 @@ async def test_one_token_needs_no_decode_worker() -> None:
         assert not rig.cluster.decode[0].script.reached("reserve").is_set()
 
 
+async def test_prefill_waits_for_the_grant_and_is_given_up_with_it() -> None:
+    async with running() as rig:
+        prefill, decode = rig.cluster.prefill[0], rig.cluster.decode[0]
+        grant_it = decode.script.stall("reserve")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await until(lambda: prefill.waiting, what="the prefill worker has the prompt")
+        assert decode.script.reached("reserve").is_set()
+        await asyncio.sleep(0.05)
+        assert not prefill.script.reached("first_token").is_set()
+        grant_it.set()
+        assert (await call).text == expected_text(rig.cluster, 8)
+        decode.script.stall("reserve")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await until(lambda: prefill.waiting, what="the prefill worker has the next prompt")
+        call.cancel()
+        await rig.cluster.assert_idle()
+        assert len(prefill.specs) == 1
+
+
+async def test_prefill_worker_that_dies_while_decode_reserves_is_replaced() -> None:
+    async with running(prefill=2) as rig:
+        decode = rig.cluster.decode[0]
+        grant_it = decode.script.stall("reserve")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await until(lambda: any(worker.waiting for worker in rig.cluster.prefill), what="one has the prompt")
+        victim = next(worker for worker in rig.cluster.prefill if worker.waiting)
+        await victim.kill()
+        grant_it.set()
+        answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+        await rig.cluster.assert_idle()
+
+
 async def test_first_token_that_ends_the_request_gives_the_reservation_back() -> None:
     async with running() as rig:
         first = (await rig.collect(request(1))).token_ids[0]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from prefill_worker.embedding import EmbeddingWorker
 from prefill_worker.events import FirstToken, HandedOver
 from prefill_worker.handoff import Handoff
+from prefill_worker.service import PrefillServicer
 from prefill_worker.worker import PrefillWorker
 from twinstage.engine.core import ComputedChunk
 from twinstage.errors import (
@@ -29,6 +30,8 @@ from twinstage.errors import (
     Overloaded,
     TransferError,
 )
+from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_to_proto
+from twinstage.rpc.worker_service import Loading
 from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
 from twinstage.types import (
     FinishReason,
@@ -40,6 +43,7 @@ from twinstage.types import (
     Task,
     WorkerId,
 )
+from twinstage.worker.v1 import worker_pb2
 from worker_parts import VOCABULARY_SIZE, StandInRunner, description, engine_parts, next_token
 
 BLOCK_SIZE = 4
@@ -440,6 +444,38 @@ async def test_the_same_id_may_come_again_while_its_old_blocks_are_still_read() 
         for transfer in bench.sender.transfers:
             transfer.end(HandoverFailed(Cancelled("aborted")))
         await bench.all_blocks_free()
+
+
+async def test_nothing_is_computed_or_held_before_the_grant_that_follows() -> None:
+    async with _bench() as bench:
+        loading: Loading[PrefillWorker | EmbeddingWorker] = Loading()
+        loading.set(bench.worker)
+        says: asyncio.Queue[worker_pb2.PrefillRequest | None] = asyncio.Queue()
+
+        async def requests() -> AsyncIterator[worker_pb2.PrefillRequest]:
+            while (message := await says.get()) is not None:
+                yield message
+
+        async def first_event() -> worker_pb2.PrefillResponse:
+            async with aclosing(PrefillServicer(loading).Prefill(requests(), None)) as events:  # type: ignore[type-var]
+                return await anext(events)
+
+        prompt = worker_pb2.PrefillRequest(sequence=sequence_spec_to_proto(_spec(18)), grant_follows=True)
+        for grant in (_grant(5), None):
+            says.put_nowait(prompt)
+            answer = asyncio.create_task(first_event())
+            await asyncio.sleep(0.05)
+            assert bench.runner.num_steps == 0
+            assert bench.sender.transfers == []
+            if grant is None:
+                says.put_nowait(None)
+                with pytest.raises(InvalidRequest, match="was to follow"):
+                    await answer
+            else:
+                answer.cancel()
+        says.put_nowait(prompt)
+        says.put_nowait(worker_pb2.PrefillRequest(grant=kv_grant_to_proto(_grant(5))))
+        assert (await first_event()).first_token.chunk.tokens[0].id == next_token(_spec(18).prompt_token_ids)
 
 
 async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:

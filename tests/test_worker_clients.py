@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fake_workers import FakeCluster, FakeDecode, until
-from twinstage.errors import WorkerLost
+from twinstage.errors import TwinstageError, WorkerLost
 from twinstage.rpc.clients import DecodeSession, WorkerConnection
 from twinstage.types import RequestId
 from twinstage.worker.v1 import worker_pb2
@@ -39,6 +39,9 @@ async def test_what_is_subscribed_to_a_session_fails_with_it_and_so_does_what_co
                     for waiting in (early.receive(), early.broken(), late.receive(), later.broken()):
                         with pytest.raises(WorkerLost):
                             await waiting
+            heard: list[TwinstageError] = []
+            with early.hearing_failure(heard.append):
+                assert [type(error) for error in heard] == [WorkerLost]
 
 
 def senders() -> list[asyncio.Task[Any]]:

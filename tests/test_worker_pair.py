@@ -105,9 +105,11 @@ class SmallRouter:
         """One request through both workers."""
         generation = Generation()
         with self.session.subscribe(spec.request_id) as subscription:
-            grant, _ = await self.session.reserve(spec, deadline_s=30.0)
-            generation.cached_on_decode = grant.num_cached_blocks
-            with self.prefill_by(transport).prefill(spec, grant, timeout_s=30.0) as call:
+            prefill = self.prefill_by(transport)
+            with prefill.prefill(spec, None, timeout_s=30.0, grant_follows=True) as call:
+                grant, _ = await self.session.reserve(spec, deadline_s=30.0)
+                generation.cached_on_decode = grant.num_cached_blocks
+                call.give(grant)
                 first = await call.first_token()
                 generation.cached_prompt_tokens = first.cached_prompt_tokens
                 generation.add(first.chunk.tokens, first.chunk.finish)

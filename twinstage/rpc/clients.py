@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -28,7 +28,7 @@ from twinstage.rpc.convert_worker import (
     worker_description_from_proto,
     worker_load_from_proto,
 )
-from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, SequenceTotals
+from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, Reservation, SequenceTotals
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.status import error_from_rpc
 from twinstage.types import (
@@ -40,6 +40,8 @@ from twinstage.types import (
 )
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
+Message = TypeVar("Message")
+
 __all__ = [
     "DecodeSession",
     "DecodeSubscription",
@@ -48,6 +50,7 @@ __all__ = [
     "FirstTokenEvent",
     "HandedOverEvent",
     "PrefillCall",
+    "Reservation",
     "SequenceTotals",
     "WorkerConnection",
 ]
@@ -197,17 +200,27 @@ class WorkerConnection:
             return (await self._worker.ResetPrefixCache(request, timeout=timeout_s)).dropped_blocks
 
     @contextlib.contextmanager
-    def prefill(self, spec: SequenceSpec, grant: KvGrant | None, *, timeout_s: float) -> Iterator[PrefillCall]:
-        """Start a prefill. Leaving the block ends whatever of it still goes on."""
+    def prefill(
+        self, spec: SequenceSpec, grant: KvGrant | None, *, timeout_s: float, grant_follows: bool = False
+    ) -> Iterator[PrefillCall]:
+        """Start a prefill. Leaving the block ends whatever of it still goes on.
+
+        With `grant_follows` the call is set up, and the worker does nothing until `give` brings the grant.
+        """
         request = worker_pb2.PrefillRequest(
-            sequence=sequence_spec_to_proto(spec), grant=kv_grant_to_proto(grant) if grant is not None else None
+            sequence=sequence_spec_to_proto(spec),
+            grant=kv_grant_to_proto(grant) if grant is not None else None,
+            grant_follows=grant_follows,
         )
+        outgoing: asyncio.Queue[worker_pb2.PrefillRequest | None] = asyncio.Queue()
+        outgoing.put_nowait(request)
         with self.translated():
-            call = self._prefill.Prefill(request, timeout=timeout_s)
+            call = self._prefill.Prefill(_until_none(outgoing), timeout=timeout_s)
         try:
-            yield PrefillCall(self, call)
+            yield PrefillCall(self, call, outgoing)
         finally:
             call.cancel()
+            outgoing.put_nowait(None)  # a call that has ended already does not end the task that sends its requests
 
     async def open_session(self, *, timeout_s: float) -> DecodeSession:
         """Open this router's session on a decode worker."""
@@ -224,16 +237,28 @@ class WorkerConnection:
         return session
 
 
+async def _until_none(outgoing: asyncio.Queue[Message | None]) -> AsyncIterator[Message]:
+    """What is put into the queue. To say that nothing follows would be one more send, so that waits for the end."""
+    while (message := await outgoing.get()) is not None:
+        yield message
+
+
 class PrefillCall:
-    """One prompt on a prefill worker: await `first_token`, then `handed_over`, each once."""
+    """One prompt on a prefill worker: `give` the grant if it follows, await `first_token`, then `handed_over`."""
 
     def __init__(
         self,
         connection: WorkerConnection,
-        call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+        call: grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
+        outgoing: asyncio.Queue[worker_pb2.PrefillRequest | None],
     ) -> None:
         self._connection = connection
         self._call = call
+        self._outgoing = outgoing
+
+    def give(self, grant: KvGrant) -> None:
+        """The grant of a call that was started without: the worker begins."""
+        self._outgoing.put_nowait(worker_pb2.PrefillRequest(grant=kv_grant_to_proto(grant)))
 
     async def _read(self, event: str) -> worker_pb2.PrefillResponse:
         with self._connection.translated():

@@ -48,6 +48,7 @@ class DecodeSubscription:
         self._error: TwinstageError | None = None
         self._news = asyncio.Event()
         self._broken = asyncio.Event()
+        self._on_failure: Callable[[TwinstageError], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -71,6 +72,17 @@ class DecodeSubscription:
         assert self._error is not None
         raise self._error
 
+    @contextlib.contextmanager
+    def hearing_failure(self, on_failure: Callable[[TwinstageError], None]) -> Iterator[None]:
+        """Let `on_failure` hear when the request fails on the worker within the block, or has failed before it."""
+        if self._error is not None:
+            on_failure(self._error)
+        self._on_failure = on_failure
+        try:
+            yield
+        finally:
+            self._on_failure = None
+
     def add_chunk(self, chunk: TokenChunk) -> None:
         self._tokens += chunk.tokens
         self._finish = chunk.finish or self._finish
@@ -84,6 +96,8 @@ class DecodeSubscription:
             self._error = error
             self._news.set()
             self._broken.set()
+            if self._on_failure is not None:
+                self._on_failure(error)
 
 
 class DecodeSession:
@@ -211,6 +225,12 @@ class DecodeSession:
 
         Who stops waiting before gives the blocks back. Raises what the worker answers, DeadlineExceeded or WorkerLost.
         """
+        with self.reserving(spec, deadline_s=deadline_s) as reservation:
+            return await reservation.granted()
+
+    @contextlib.contextmanager
+    def reserving(self, spec: SequenceSpec, *, deadline_s: float) -> Iterator[Reservation]:
+        """Ask for blocks, to wait for them in the block. Leaving it without them withdraws the wish."""
         if self._lost is not None:
             raise self._lost
         request = worker_pb2.SessionReserve(
@@ -219,16 +239,33 @@ class DecodeSession:
         waiting = self._reserving[spec.request_id] = asyncio.get_running_loop().create_future()
         self._outgoing.put_nowait(worker_pb2.SessionRequest(reserve=request))
         try:
-            async with asyncio.timeout(deadline_s + ANSWER_MARGIN_S):
-                response = await waiting
-        except TimeoutError as error:
-            self.abort(spec.request_id)
-            raise DeadlineExceeded(f"the worker at {self._address} did not answer in {deadline_s:.3f} s") from error
-        except asyncio.CancelledError:
-            self.abort(spec.request_id)
-            raise
+            yield Reservation(waiting, address=self._address, timeout_s=deadline_s + ANSWER_MARGIN_S)
         finally:
             del self._reserving[spec.request_id]
+            if not waiting.done() or waiting.cancelled():
+                waiting.cancel()
+                self.abort(spec.request_id)
+            else:
+                waiting.exception()  # nobody may have come to hear it
+
+
+class Reservation:
+    """Blocks of a decode worker that were asked for."""
+
+    def __init__(self, waiting: asyncio.Future[worker_pb2.SessionGrant], *, address: str, timeout_s: float) -> None:
+        self._waiting = waiting
+        self._address = address
+        self._timeout_s = timeout_s
+
+    async def granted(self) -> tuple[KvGrant, float]:
+        """The grant, and the seconds the worker waited for blocks. As `DecodeSession.reserve`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._waiting
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the worker at {self._address} did not answer in {self._timeout_s:.3f} s"
+            ) from error
         grant = kv_grant_from_proto(response.grant)
         host = self._address.rpartition(":")[0]
         endpoints = tuple(_with_host(endpoint, host) for endpoint in grant.endpoints)

@@ -705,23 +705,27 @@ class PrefillRequest(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    GRANT_FOLLOWS_FIELD_NUMBER: _builtins.int
+    grant_follows: _builtins.bool
+    """A second message brings the grant, and nothing else."""
     @_builtins.property
     def sequence(self) -> Global___SequenceSpec:
-        """The request."""
+        """The request; in the first message."""
 
     @_builtins.property
     def grant(self) -> Global___KvGrant:
-        """The blocks to fill; absent when the request ends with its first token."""
+        """The blocks to fill; absent when it follows, or when the request ends with its first token."""
 
     def __init__(
         self,
         *,
         sequence: Global___SequenceSpec | None = ...,
         grant: Global___KvGrant | None = ...,
+        grant_follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grant", b"_grant", "grant", b"grant", "grant_follows", b"grant_follows", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grant: _TypeAlias = _typing.Literal["grant"]  # noqa: Y015
     _WhichOneofArgType__grant: _TypeAlias = _typing.Literal["_grant", b"_grant"]  # noqa: Y015

@@ -244,7 +244,7 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
+        self.Prefill = channel.stream_stream(
                 '/twinstage.worker.v1.PrefillService/Prefill',
                 request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
@@ -260,8 +260,10 @@ class PrefillServiceServicer:
     """Prefill workers.
     """
 
-    def Prefill(self, request, context):
+    def Prefill(self, request_iterator, context):
         """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it.
+        The first message brings the request. Its grant may come in a second one, as the call is set up while the decode
+        worker reserves; until it has come, nothing is computed or held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,7 +279,7 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
+            'Prefill': grpc.stream_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
                     response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
@@ -300,7 +302,7 @@ class PrefillService:
     """
 
     @staticmethod
-    def Prefill(request,
+    def Prefill(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -310,8 +312,8 @@ class PrefillService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/twinstage.worker.v1.PrefillService/Prefill',
             twinstage_dot_worker_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,

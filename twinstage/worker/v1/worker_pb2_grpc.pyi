@@ -108,8 +108,11 @@ class PrefillServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
-    """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it."""
+    Prefill: _grpc.StreamStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
+    """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it.
+    The first message brings the request. Its grant may come in a second one, as the call is set up while the decode
+    worker reserves; until it has come, nothing is computed or held.
+    """
     Encode: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]
     """Runs a pooling model on a batch."""
 
@@ -118,8 +121,11 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Prefill workers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it."""
+    Prefill: _aio.StreamStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it.
+    The first message brings the request. Its grant may come in a second one, as the call is set up while the decode
+    worker reserves; until it has come, nothing is computed or held.
+    """
     Encode: _aio.UnaryUnaryMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]  # type: ignore[assignment]
     """Runs a pooling model on a batch."""
 
@@ -129,10 +135,13 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Prefill(
         self,
-        request: _worker_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.PrefillRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.PrefillResponse], _abc.AsyncIterator[_worker_pb2.PrefillResponse]]:
-        """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it."""
+        """Computes a prompt, hands its KV blocks to a decode worker and reports each step. Cancelling the call ends all of it.
+        The first message brings the request. Its grant may come in a second one, as the call is set up while the decode
+        worker reserves; until it has come, nothing is computed or held.
+        """
 
     @_abc_1.abstractmethod
     def Encode(
