@@ -1,4 +1,4 @@
-"""The hand-over of one prompt's KV blocks, as the engine thread drives it.
+"""The hand-over of one prompt's KV blocks: what a step completed, as the engine thread reports it, and the end.
 
     advance, advance, ... commit     the prompt was computed and the generation goes on elsewhere
     advance, advance, ... abort      it was cancelled, it failed, or its first token was also its last
@@ -22,7 +22,7 @@ from twinstage.transfer.values import HandoverCommit
 
 
 class Handoff:
-    """Writes the blocks of one prompt as they are completed, on the engine's thread; `abort` may come from any."""
+    """Writes the blocks of one prompt as they are completed. One call at a time; `abort` may come any time."""
 
     def __init__(self, transfer: OutgoingTransfer, *, block_size: int, num_cached_blocks: int = 0) -> None:
         """`num_cached_blocks` come before the first block of the grant; they are not written."""

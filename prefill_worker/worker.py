@@ -21,7 +21,7 @@ from functools import partial
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
 from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest
-from twinstage.engine.core import EngineCore, SequenceStats, StepOutput
+from twinstage.engine.core import ComputedChunk, EngineCore, SequenceStats, StepOutput
 from twinstage.engine.loop import EngineLoop
 from twinstage.errors import Cancelled, Draining, FieldViolation, InternalError, InvalidRequest, KvExhausted
 from twinstage.hosting.assemble import EngineParts
@@ -38,7 +38,16 @@ from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.sender import KvSender
 from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
-from twinstage.types import KvGrant, RequestId, Role, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
+from twinstage.types import (
+    KvGrant,
+    ProducedToken,
+    RequestId,
+    Role,
+    SequenceSpec,
+    TokenChunk,
+    WorkerDescription,
+    WorkerLoad,
+)
 
 logger = get_logger(__name__)
 
@@ -135,24 +144,10 @@ class PrefillWorker:
 
     def _on_step(self, output: StepOutput) -> None:
         self._call_soon(self._deliver, output)  # the first token waits for no block
+        complete = {chunk.request_id for chunk in output.chunks}
         for computed in output.computed:
-            if (handoff := self._handoffs.get(computed.request_id)) is not None:
+            if computed.request_id not in complete and (handoff := self._handoffs.get(computed.request_id)) is not None:
                 handoff.advance(computed)
-        totals = {computed.request_id: computed.total_tokens for computed in output.computed}
-        for chunk in output.chunks:
-            handoff = self._handoffs.get(chunk.request_id)
-            if handoff is None:
-                continue
-            if chunk.finish is not None:
-                handoff.abort()
-                continue
-            handoff.commit(
-                HandoverCommit(
-                    request_id=_wire_id(chunk.request_id),
-                    num_tokens=totals[chunk.request_id],
-                    token=chunk.tokens[-1],
-                )
-            )
 
     def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(partial(callback, *arguments))
@@ -165,16 +160,19 @@ class PrefillWorker:
             if request is not None and request.lifecycle.phase is PrefillPhase.QUEUED:
                 request.lifecycle.advance(PrefillPhase.COMPUTING)
         stats = {entry.request_id: entry for entry in (*output.prefilled, *output.finished)}
+        last = {computed.request_id: computed for computed in output.computed}
         for chunk in output.chunks:
             request = self._requests.get(chunk.request_id)
             if request is not None and request.lifecycle.outcome is None:
-                self._first_token(request, chunk, stats[chunk.request_id])
+                self._first_token(request, chunk, stats[chunk.request_id], last[chunk.request_id])
         for failure in output.failed:
             if (request := self._requests.get(failure.request_id)) is not None:
                 self._end(request, Failed(failure.error))
         self.loads.changed()
 
-    def _first_token(self, request: PrefillRequest, chunk: TokenChunk, stats: SequenceStats) -> None:
+    def _first_token(
+        self, request: PrefillRequest, chunk: TokenChunk, stats: SequenceStats, computed: ComputedChunk
+    ) -> None:
         request.events.put_nowait(
             FirstToken(
                 chunk=replace(chunk, request_id=request.spec.request_id),
@@ -191,6 +189,9 @@ class PrefillWorker:
             )
         else:
             request.lifecycle.advance(PrefillPhase.SENDING)
+            # The last blocks are copied and checked on the cores that take the first token to the client, so they are
+            # sent behind it: whoever reads the events was woken before, and has written it by then.
+            self._loop.call_soon(_complete, request.handoff, computed, chunk.tokens[-1])
 
     def _transfer_ended(self, request: PrefillRequest, outcome: TransferOutcome) -> None:
         request.transfer_open = False
@@ -283,6 +284,14 @@ class PrefillWorker:
         self._sender.close()
         self._engine.stop()
         return self._parts.close()
+
+
+def _complete(handoff: Handoff, computed: ComputedChunk, token: ProducedToken) -> None:
+    """The prompt is computed, and the generation goes on elsewhere: hand over what is left."""
+    handoff.advance(computed)
+    handoff.commit(
+        HandoverCommit(request_id=_wire_id(computed.request_id), num_tokens=computed.total_tokens, token=token)
+    )
 
 
 def _wire_id(key: RequestId) -> RequestId:
