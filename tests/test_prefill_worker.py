@@ -244,6 +244,7 @@ async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
         assert [token.token_id for token in first.chunk.tokens] == [next_token(spec.prompt_token_ids)]
         assert first.chunk.finish is None
         (transfer,) = bench.sender.transfers
+        assert [position for _, position in transfer.writes] == [0, 2], "the last block waits for the first token"
         assert await asyncio.to_thread(transfer.committed.wait, 5)
         assert [position for _, position in transfer.writes] == [0, 2, 4], "two blocks per chunk of 8, then the rest"
         assert sum(len(blocks) for blocks, _ in transfer.writes) == 5
