@@ -52,8 +52,9 @@ def result_of(found: dict[str, list[MemoryUse]], *, precision: str) -> RowResult
         for name, uses in found.items()
     ]
     notes = [
-        "Weights are mapped files below the model cache. Those packed for own kernels are in private memory and "
-        "count as everything else, so the figure contains them. Shared memory is the KV pool, and what is mapped of "
+        "Weights are mapped files below the model cache, whose pages workers share. A worker that packed weights or "
+        "compiled kernels at this start holds more: what torch and the compiler leave behind. Shared memory is "
+        "the KV pool, and what is mapped of "
         "another worker's."
     ]
     return RowResult(measurements=measurements, comparisons=comparisons, notes=notes)
