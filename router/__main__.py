@@ -19,14 +19,16 @@ from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
-from router.service import SERVICE_NAMES, add_services, update_health
+from router.service import SERVICE_NAMES, add_services, right_for, update_health
 from router.text_threads import TextThreads
 from router.workers import WorkerTable
 from twinstage.errors import ConfigError
+from twinstage.rpc.callers import CallerInterceptor, read_callers
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.reflection import add_reflection
 from twinstage.rpc.server import bind, create_server, run_until_signalled
+from twinstage.rpc.tls import credentials_of_process
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
 from twinstage.telemetry.process import (
@@ -50,6 +52,7 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._sources = settings.sources()
+        self._credentials = credentials_of_process(settings)
         self._executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._text_threads = TextThreads(settings.tokenizer_threads)
         self._health = HealthService(SERVICE_NAMES)
@@ -62,15 +65,25 @@ class Router:
         self.workers = WorkerTable(
             report_interval_s=settings.report_interval,
             lookup_interval_s=settings.lookup_interval,
+            access=settings.worker_access(),
             on_change=self._workers_changed,
         )
         self._server = create_server(
+            self._interceptors(),
             max_receive_bytes=settings.max_message_bytes,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
         )
         self._add_services()
         self.port = 0
+
+    def _interceptors(self) -> list[CallerInterceptor]:
+        path = self._settings.tokens_file
+        if path is None:
+            return []
+        if self._credentials is None:
+            logger.warning("tokens travel in the clear: pass --tls-certificate, or put TLS before this router")
+        return [CallerInterceptor(read_callers(path, flag="--tokens-file"), right_for=right_for)]
 
     def _add_services(self) -> None:
         settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate
@@ -111,7 +124,7 @@ class Router:
 
     async def start(self) -> None:
         """Listen, and begin to connect to the workers. Raises ConfigError when the port is taken."""
-        self.port = bind(self._server, self._settings.listen)
+        self.port = bind(self._server, self._settings.listen, self._credentials)
         self.workers.start(self._sources)
         await self._server.start()
         update_health(self._health, self.workers)

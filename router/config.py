@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator
@@ -10,7 +11,10 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from router.discovery import WorkerSource, parse_source
 from twinstage.errors import ConfigError
+from twinstage.rpc.access import Access
+from twinstage.rpc.callers import read_shared_secrets
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
+from twinstage.rpc.tls import TlsFiles, channel_credentials
 from twinstage.settings import ProcessSettings
 
 
@@ -50,6 +54,24 @@ class RouterSettings(ProcessSettings):
         le=MAX_MESSAGE_BYTES,
         description="Bytes of the largest message that clients may send; larger ones are refused.",
     )
+    tokens_file: Path | None = Field(
+        default=None,
+        description="File with the callers and their tokens, a line each: name, token or sha256:DIGEST, and the rights "
+        "use, admin or use,admin. Without it everybody may call everything.",
+    )
+    worker_tls_ca: Path | None = Field(
+        default=None, description="PEM file with the CA certificates of workers; with it, workers are called over TLS."
+    )
+    worker_tls_certificate: Path | None = Field(
+        default=None, description="PEM file with the certificate chain that this router shows to workers."
+    )
+    worker_tls_key: Path | None = Field(default=None, description="PEM file with the key of --worker-tls-certificate.")
+    worker_tls_name: str = Field(
+        default="", description="Name in the certificates of workers, where it is not the host of their addresses."
+    )
+    worker_secret_file: Path | None = Field(
+        default=None, description="File with the secret that workers ask for, of which the first line is sent."
+    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="Take chat templates from clients. A template is a program that runs in the router: it can use up "
@@ -71,6 +93,20 @@ class RouterSettings(ProcessSettings):
         if not isinstance(values, Sequence):
             return values
         return [part.strip() for entry in values for part in str(entry).split(",") if part.strip()]
+
+    def worker_access(self) -> Access:
+        """How workers are called. Raises ConfigError when a file cannot be read."""
+        files = TlsFiles(
+            certificate=self.worker_tls_certificate,
+            key=self.worker_tls_key,
+            ca=self.worker_tls_ca,
+            flag_prefix="--worker-tls-",
+        )
+        if self.worker_secret_file is None:
+            secret = ""
+        else:
+            secret = read_shared_secrets(self.worker_secret_file, flag="--worker-secret-file")[0]
+        return Access(credentials=channel_credentials(files), token=secret, server_name=self.worker_tls_name)
 
     def sources(self) -> list[WorkerSource]:
         """Where to find workers. Raises ConfigError when there is nowhere, or a value cannot be read."""

@@ -27,6 +27,7 @@ from router.tokenizer_cache import TokenizerCache
 from router.waiting import first_of
 from router.worker_entry import ServedModel, WorkerEntry, WorkerLife, WorkerState, served_model
 from twinstage.errors import HandshakeRefused, TwinstageError, WorkerLost
+from twinstage.rpc.access import OPEN_ACCESS, Access
 from twinstage.rpc.clients import WorkerConnection
 from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.telemetry.log import get_logger
@@ -45,10 +46,12 @@ class WorkerTable:
         *,
         report_interval_s: float = 0.5,
         lookup_interval_s: float = 5.0,
+        access: Access = OPEN_ACCESS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._report_interval_s = report_interval_s
         self._lookup_interval_s = lookup_interval_s
+        self._access = access
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._models: dict[str, ServedModel] = {}
@@ -169,7 +172,7 @@ class WorkerTable:
 
     async def _live(self, entry: WorkerEntry, backoff: Backoff) -> NoReturn:
         """One life of a worker. Ends with an error, however it ends."""
-        connection = WorkerConnection(entry.address)
+        connection = WorkerConnection(entry.address, self._access)
         try:
             entry.description = description = await connection.describe(timeout_s=CONTACT_TIMEOUT_S)
             _check_protocol(description)

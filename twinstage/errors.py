@@ -4,6 +4,8 @@
     ├── InvalidRequest             the caller must change the request (carries field violations)
     ├── NotFound                   no such model or request
     ├── AlreadyExists              the request id is in use
+    ├── Unauthenticated            no token, or one that nobody here has
+    ├── PermissionDenied           the caller may not do this
     ├── TaskNotSupported           the model cannot do this
     ├── Unimplemented              this version cannot do this
     ├── Overloaded                 full; try again later
@@ -86,6 +88,18 @@ class AlreadyExists(TwinstageError):
         self.resource_type = resource_type
         self.resource_name = resource_name
         super().__init__(message)
+
+
+class Unauthenticated(TwinstageError):
+    """No token, or one that nobody here has."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(TwinstageError):
+    """The caller may not do this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class TaskNotSupported(TwinstageError):

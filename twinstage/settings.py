@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
@@ -40,6 +41,14 @@ class ProcessSettings(BaseSettings):
     )
 
     listen: str = Field(default="0.0.0.0:0", description="host:port of the gRPC server; port 0 takes a free one.")
+    tls_certificate: Path | None = Field(
+        default=None, description="PEM file with this server's certificate chain; with it, the port speaks TLS only."
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file with the key of --tls-certificate.")
+    tls_client_ca: Path | None = Field(
+        default=None,
+        description="PEM file with CA certificates; with it, only clients with a certificate of theirs may connect.",
+    )
     drain_timeout: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
     )

@@ -18,6 +18,7 @@ from router.service.model import ModelServicer
 from router.service.tokenizer import TokenizerServicer
 from router.text_threads import TextThreads
 from router.workers import WorkerTable
+from twinstage.rpc.callers import Right
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.types import Task
 from twinstage.v1 import admin_pb2_grpc, embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
@@ -27,6 +28,8 @@ EMBEDDING_SERVICE = "twinstage.v1.EmbeddingService"
 TOKENIZER_SERVICE = "twinstage.v1.TokenizerService"
 MODEL_SERVICE = "twinstage.v1.ModelService"
 ADMIN_SERVICE = "twinstage.v1.AdminService"
+# What only looks; whatever else AdminService has, or gets, changes something for others.
+ADMIN_READS = frozenset(f"/{ADMIN_SERVICE}/{method}" for method in ("GetServerInfo", "ListWorkers"))
 SERVICE_NAMES = (GENERATION_SERVICE, EMBEDDING_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 
@@ -55,6 +58,11 @@ def add_services(
     )
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(workers, live, gate=generation_gate), server)
+
+
+def right_for(method: str) -> Right:
+    """The right that a caller needs for a method ("/package.Service/Method")."""
+    return Right.ADMIN if method.startswith(f"/{ADMIN_SERVICE}/") and method not in ADMIN_READS else Right.USE
 
 
 def update_health(health: HealthService, workers: WorkerTable) -> None:

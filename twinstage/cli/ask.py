@@ -24,21 +24,21 @@ from twinstage.types import Finish
 _SHOWN_NUMBERS = 4
 
 
-def generate(address: str, prompt: str, *, options: Options, as_json: bool) -> None:
+def generate(client: TwinstageClient, prompt: str, *, options: Options, as_json: bool) -> None:
     """Continue a prompt."""
-    with TwinstageClient(address) as client, client.generate_stream(prompt, options) as stream:
+    with client, client.generate_stream(prompt, options) as stream:
         _print_stream(stream, as_json=as_json)
 
 
-def chat(address: str, prompt: str, *, options: Options, as_json: bool) -> None:
+def chat(client: TwinstageClient, prompt: str, *, options: Options, as_json: bool) -> None:
     """Answer one message of the user."""
-    with TwinstageClient(address) as client, client.chat_stream(prompt, options) as stream:
+    with client, client.chat_stream(prompt, options) as stream:
         _print_stream(stream, as_json=as_json)
 
 
-def embed(address: str, texts: Sequence[str], *, model: str, timeout_s: float | None, as_json: bool) -> None:
+def embed(client: TwinstageClient, texts: Sequence[str], *, model: str, timeout_s: float | None, as_json: bool) -> None:
     """Embed texts: one line each, or one JSON document with all numbers."""
-    with TwinstageClient(address) as client:
+    with client:
         embeddings = client.embed(texts, model=model, timeout_s=timeout_s)
     if as_json:
         _print_json(embeddings)
@@ -46,9 +46,9 @@ def embed(address: str, texts: Sequence[str], *, model: str, timeout_s: float | 
     _print_vectors(texts, embeddings)
 
 
-def workers(address: str, *, as_json: bool) -> None:
+def workers(client: TwinstageClient, *, as_json: bool) -> None:
     """List the workers."""
-    with TwinstageClient(address) as client:
+    with client:
         found = client.workers()
     if as_json:
         _print_json(found)
@@ -56,9 +56,9 @@ def workers(address: str, *, as_json: bool) -> None:
         console_for_tables().print(workers_table(found))
 
 
-def reset_prefix_cache(address: str, *, model: str, worker_id: str, as_json: bool) -> None:
+def reset_prefix_cache(client: TwinstageClient, *, model: str, worker_id: str, as_json: bool) -> None:
     """Empty prefix caches, and say which."""
-    with TwinstageClient(address) as client:
+    with client:
         told = client.reset_prefix_cache(model=model, worker_id=worker_id)
     if as_json:
         _print_json(told)
@@ -67,9 +67,9 @@ def reset_prefix_cache(address: str, *, model: str, worker_id: str, as_json: boo
             print(f"{reset.worker_id}  {reset.dropped_blocks} blocks dropped")
 
 
-def models(address: str, *, as_json: bool) -> None:
+def models(client: TwinstageClient, *, as_json: bool) -> None:
     """List the models."""
-    with TwinstageClient(address) as client:
+    with client:
         found = client.models()
     if as_json:
         _print_json(found)

@@ -10,15 +10,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twinstage.addresses import DEFAULT_PORT, with_default_port
+from twinstage.rpc.access import OPEN_ACCESS, Access
 from twinstage.telemetry.log import get_logger
+
+_OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 logger = get_logger(__name__)
 
 
-def check(address: str, service: str, *, timeout_s: float) -> str:
+def check(address: str, service: str, *, access: Access = OPEN_ACCESS, timeout_s: float) -> str:
     """The serving status of a service of the server at `address`: SERVING, NOT_SERVING, or why there is no answer."""
     address = with_default_port(address, DEFAULT_PORT)
-    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with access.open(address, _OPTIONS) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
@@ -30,7 +33,7 @@ def check(address: str, service: str, *, timeout_s: float) -> str:
 @contextmanager
 def watch_until_serving(address: str, services: Sequence[str], *, on_serving: Callable[[], None]) -> Iterator[None]:
     """Call `on_serving`, on a thread, when every service is SERVING; leaving the scope gives up."""
-    channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+    channel = grpc.insecure_channel(address, options=_OPTIONS)
     stub = health_pb2_grpc.HealthStub(channel)
 
     def watch() -> None:

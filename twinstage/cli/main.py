@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, ModelName, Timeout
 from twinstage.cli.bench import bench
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
@@ -50,12 +51,15 @@ def demo(*, engine: EngineFlags) -> None:
 @app.command()
 @takes_flag_groups
 def generate(
-    *, prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")], flags: AskFlags
+    *,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    flags: AskFlags,
+    access: AccessFlags,
 ) -> None:
     """Continue PROMPT. The text goes to standard output as it comes, usage and timing to standard error."""
     from twinstage.cli import ask
 
-    ask.generate(flags.address, _text(prompt), options=flags.options(), as_json=flags.as_json)
+    ask.generate(access.client(flags.address), _text(prompt), options=flags.options(), as_json=flags.as_json)
 
 
 @app.command()
@@ -64,16 +68,20 @@ def chat(
     *,
     prompt: Annotated[str, typer.Argument(help="Message to answer; - reads it from standard input.")],
     flags: AskFlags,
+    access: AccessFlags,
 ) -> None:
     """Answer PROMPT as a chat. The text goes to standard output as it comes, usage and timing to standard error."""
     from twinstage.cli import ask
 
-    ask.chat(flags.address, _text(prompt), options=flags.options(), as_json=flags.as_json)
+    ask.chat(access.client(flags.address), _text(prompt), options=flags.options(), as_json=flags.as_json)
 
 
 @app.command()
+@takes_flag_groups
 def embed(
+    *,
     texts: Annotated[list[str], typer.Argument(help="Texts to embed.")],
+    access: AccessFlags,
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
     timeout: Timeout = None,
@@ -82,19 +90,23 @@ def embed(
     """Embed TEXTS and print the beginning of each vector; --json prints all numbers."""
     from twinstage.cli import ask
 
-    ask.embed(address, texts, model=model, timeout_s=timeout, as_json=as_json)
+    ask.embed(access.client(address), texts, model=model, timeout_s=timeout, as_json=as_json)
 
 
 @app.command()
-def workers(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+@takes_flag_groups
+def workers(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """List the workers that the router knows, with their load."""
     from twinstage.cli import ask
 
-    ask.workers(address, as_json=as_json)
+    ask.workers(access.client(address), as_json=as_json)
 
 
 @app.command()
+@takes_flag_groups
 def reset_prefix_cache(
+    *,
+    access: AccessFlags,
     address: Address = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option("--model", help="Only workers of this model; by default of all.")] = "",
     worker: Annotated[str, typer.Option("--worker", help="Only the worker with this id; by default all.")] = "",
@@ -103,22 +115,26 @@ def reset_prefix_cache(
     """Let the workers forget the prompts and answers that they keep for later requests that begin alike."""
     from twinstage.cli import ask
 
-    ask.reset_prefix_cache(address, model=model, worker_id=worker, as_json=as_json)
+    ask.reset_prefix_cache(access.client(address), model=model, worker_id=worker, as_json=as_json)
 
 
 @app.command()
-def models(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+@takes_flag_groups
+def models(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """List the models that are served."""
     from twinstage.cli import ask
 
-    ask.models(address, as_json=as_json)
+    ask.models(access.client(address), as_json=as_json)
 
 
 app.command()(bench)
 
 
 @app.command()
+@takes_flag_groups
 def health(
+    *,
+    access: AccessFlags,
     address: Address = DEFAULT_ADDRESS,
     service: Annotated[str, typer.Option("--service", help="Full name of a gRPC service; default: the server.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds to wait for an answer.")] = 3.0,
@@ -126,7 +142,7 @@ def health(
     """Ask any server of the cluster, router or worker, for its health. Exit code 0: it serves; 1: it does not."""
     from twinstage.cli.health import check
 
-    status = check(address, service, timeout_s=timeout)
+    status = check(address, service, access=access.access(), timeout_s=timeout)
     print(status)
     if status != "SERVING":
         raise typer.Exit(1)

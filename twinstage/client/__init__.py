@@ -17,6 +17,7 @@ from twinstage.client.results import (
     TokenText,
     WorkerInfo,
 )
+from twinstage.client.tls import tls_credentials
 
 __all__ = [
     "AsyncGenerationStream",
@@ -37,4 +38,5 @@ __all__ = [
     "TokenText",
     "TwinstageClient",
     "WorkerInfo",
+    "tls_credentials",
 ]

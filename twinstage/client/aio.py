@@ -33,6 +33,7 @@ from twinstage.client.results import (
 )
 from twinstage.client.stream_state import StreamEvent, StreamState
 from twinstage.errors import Cancelled
+from twinstage.rpc.access import Access
 from twinstage.types import Truncation
 from twinstage.v1 import (
     admin_pb2,
@@ -103,14 +104,23 @@ class AsyncGenerationStream:
 class AsyncTwinstageClient:
     """A connection to a router at `address` ("host:port", by default port 50051), for one event loop."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address = with_default_port(address, DEFAULT_PORT)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str = "",
+        server_name: str = "",
+    ) -> None:
+        """Over TLS with `credentials` (see `tls_credentials`); `token` is sent with every call.
+
+        `server_name` is the name in the router's certificate, where it is not the host of its address.
+        """
+        self.address = with_default_port(address, DEFAULT_PORT)
+        access = Access(credentials=credentials, token=token, server_name=server_name)
+        self._channel = access.open_aio(self.address, CHANNEL_OPTIONS)
         # The generated stubs are typed for blocking channels.
-        channel: Any = self._channel
+        channel: Any = access.authorized(self._channel)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)

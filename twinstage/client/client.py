@@ -34,6 +34,7 @@ from twinstage.client.results import (
     WorkerInfo,
 )
 from twinstage.client.stream_state import StreamEvent, StreamState
+from twinstage.rpc.access import Access
 from twinstage.types import Truncation
 from twinstage.v1 import (
     admin_pb2,
@@ -109,17 +110,27 @@ class GenerationStream:
 class TwinstageClient:
     """A connection to a router at `address` ("host:port", by default port 50051), made when the first call needs it."""
 
-    def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address = with_default_port(address, DEFAULT_PORT)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._embedding = embedding_pb2_grpc.EmbeddingServiceStub(self._channel)
-        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str = "",
+        server_name: str = "",
+    ) -> None:
+        """Over TLS with `credentials` (see `tls_credentials`); `token` is sent with every call.
+
+        `server_name` is the name in the router's certificate, where it is not the host of its address.
+        """
+        self.address = with_default_port(address, DEFAULT_PORT)
+        access = Access(credentials=credentials, token=token, server_name=server_name)
+        self._channel = access.open(self.address, CHANNEL_OPTIONS)
+        channel = access.authorized(self._channel)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._embedding = embedding_pb2_grpc.EmbeddingServiceStub(channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        self._models = model_pb2_grpc.ModelServiceStub(channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(channel)
 
     def generate(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> Generation:
         """Continue one prompt or a batch of them."""

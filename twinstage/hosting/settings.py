@@ -83,6 +83,11 @@ class WorkerSettings(ProcessSettings):
         default=None,
         description="File with the secret that both ends of a KV channel must know; without it none is asked.",
     )
+    worker_secret_file: Path | None = Field(
+        default=None,
+        description="File with the secret that routers must send, the same as their --worker-secret-file; each further "
+        "line is accepted as well, so that secrets can be replaced. Without it everybody may call this worker.",
+    )
     cache_directory: Path | None = Field(
         default=None, description="Where prepared models are kept; by default $TWINSTAGE_CACHE or ~/.cache/twinstage."
     )

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 
 from twinstage.errors import InternalError, WorkerLost
+from twinstage.rpc.access import OPEN_ACCESS, Access
 from twinstage.rpc.convert_worker import (
     kv_grant_to_proto,
     sequence_spec_to_proto,
@@ -99,13 +100,14 @@ class EncodedBatch:
 class WorkerConnection:
     """A channel to one worker, from the first contact until the worker is lost."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = OPEN_ACCESS) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = access.open_aio(address, _CHANNEL_OPTIONS)
+        channel = access.authorized(self._channel)
         self._closed = False
-        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
-        self._decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
+        self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        self._prefill = worker_pb2_grpc.PrefillServiceStub(channel)
+        self._decode = worker_pb2_grpc.DecodeServiceStub(channel)
 
     async def close(self) -> None:
         """End every call on the connection with WorkerLost. Idempotent."""

@@ -91,13 +91,15 @@ def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """Listen on `address` ("host:port"; port 0 takes a free one) and return the port.
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen on `address` ("host:port"; port 0 takes a free one) and return the port; over TLS with `credentials`.
 
     Raises ConfigError that says why that is not possible and what to do.
     """
     host, port = _split(address)
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError:  # the core keeps the reason to itself
         raise ConfigError(f"cannot listen on {address}: {_why_not(host, port)}") from None

@@ -22,8 +22,10 @@ import grpc
 
 from twinstage.errors import ConfigError, IntegrityError, ModelError
 from twinstage.hosting.settings import WorkerSettings
+from twinstage.rpc.callers import CallerInterceptor, callers_with_secrets, read_shared_secrets
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.rpc.server import bind, create_server, run_until_signalled
+from twinstage.rpc.tls import credentials_of_process
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
@@ -74,12 +76,13 @@ class WorkerProcess(Generic[Worker]):
 
     async def run(self) -> int:
         """Serve until a signal; returns the exit code. Raises ConfigError or ModelError when it cannot start."""
-        server = create_server()
+        credentials = credentials_of_process(self._settings)
+        server = create_server(self._interceptors())
         health = HealthService(self._service_names)
         health.attach(server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self._loading), server)
         self._add_services(server, self._loading)
-        port = bind(server, self._settings.listen)
+        port = bind(server, self._settings.listen, credentials)
         await server.start()
         logger.info("loading model", model=self._settings.model, port=port)
         try:
@@ -97,6 +100,13 @@ class WorkerProcess(Generic[Worker]):
         )
         end_within(END_TIMEOUT_S, exit_code=1)
         return await self._free(worker)
+
+    def _interceptors(self) -> list[CallerInterceptor]:
+        path = self._settings.worker_secret_file
+        if path is None:
+            return []
+        secrets = read_shared_secrets(path, flag="--worker-secret-file")
+        return [CallerInterceptor(callers_with_secrets("router", secrets))]
 
     async def _load_unless_signalled(self) -> Callable[[asyncio.AbstractEventLoop], Worker]:
         """Load on a daemon thread, because loading cannot be interrupted; a signal ends the process at once."""
