@@ -5,6 +5,7 @@
     cluster    router and workers as processes, each behind a link that can fail
     faults     carries the faults out
     load       makes the calls and keeps what came back
+    lag        how late this process itself is
     judge      what came back against what must come back
     invariants what must hold when all faults are healed, and after the end
     report     the summary, for people and as JSON

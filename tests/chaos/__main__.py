@@ -26,7 +26,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=3, help="decode workers")
     parser.add_argument("--faults-per-second", type=float, default=0.4)
-    parser.add_argument("--calls-per-second", type=float, default=6.0)
+    parser.add_argument("--calls-per-second", type=float, default=4.0)
     parser.add_argument("--cases", type=int, default=80, help="different requests")
     parser.add_argument("--schedule", type=Path, help="play this schedule, a JSON file, and draw none")
     parser.add_argument("--directory", type=Path, help="where logs, schedule and report stay; by default a new one")

@@ -177,10 +177,6 @@ class ChaosCluster:
         workers = [member for member in self.members.values() if member.process is not None]
         await asyncio.gather(*(self.end(member, signal.SIGTERM) for member in workers))
 
-    def running(self) -> Iterator[Member]:
-        """The members that are up and not stopped."""
-        return (member for member in self.members.values() if member.process is not None and not member.stopped)
-
     # --- what the router says ---------------------------------------------------------------------
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos.cluster import ChaosCluster
-from chaos.schedule import ROUTER, Fault, FaultKind
+from chaos.schedule import Fault, FaultKind
 
 SETTLE_S = 6.0  # until nothing that happens is the work of a healed fault any more: the router's longest pauses
 
@@ -93,7 +93,7 @@ class Saboteur:
     async def _disturb(self, fault: Fault) -> None:
         if fault.kind is FaultKind.CANCEL_BURST:
             await asyncio.sleep(fault.duration_s)  # the calls are in the schedule
-        elif fault.kind is FaultKind.STOP:
+        elif fault.kind in (FaultKind.STOP, FaultKind.ROUTER_STOP):
             await self._stop(fault)
         else:
             await self._break_link(fault)
@@ -129,4 +129,6 @@ class Saboteur:
 
     def router_was_down(self, began_s: float, ended_s: float) -> bool:
         """Whether a call in this time may have met no router."""
-        return any(done.fault.target == ROUTER and done.may_explain(began_s, ended_s) for done in self.done)
+        return any(
+            done.fault.kind is FaultKind.ROUTER_KILL and done.may_explain(began_s, ended_s) for done in self.done
+        )

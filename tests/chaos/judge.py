@@ -29,11 +29,13 @@ class Violation:
         return f"{self.kind}{f' (seed {self.seed})' if self.seed is not None else ''}: {self.what}"
 
 
-def judge(observation: Observation, answer: Answer, saboteur: Saboteur) -> list[Violation]:
-    """All that is wrong with a call."""
+def judge(
+    observation: Observation, answer: Answer, saboteur: Saboteur, *, observer_lag_s: float = 0.0
+) -> list[Violation]:
+    """All that is wrong with a call. By `observer_lag_s` its end may have been noticed too late."""
     found = [("wrong tokens", what) for what in _not_a_beginning(observation.received, answer)]
     found += [("disorder", what) for what in observation.received.disorder]
-    took_s = observation.ended_s - observation.began_s
+    took_s = observation.ended_s - observation.began_s - observer_lag_s
     allowed_s = min(observation.call.deadline_s, observation.call.cancel_after_s or observation.call.deadline_s)
     if took_s > observation.call.deadline_s + LATE_S or (observation.failure and took_s > allowed_s + LATE_S):
         found.append(("hang", f"ended {took_s - allowed_s:.1f} s late"))
@@ -41,7 +43,7 @@ def judge(observation: Observation, answer: Answer, saboteur: Saboteur) -> list[
         found += [("wrong tokens", what) for what in _not_the_whole(observation.received, answer)]
         found += [("wrong totals", what) for what in _wrong_totals(observation.received, answer)]
     else:
-        found += _wrong_status(observation, observation.failure, took_s, saboteur)
+        found += _wrong_status(observation, observation.failure, took_s + observer_lag_s, saboteur)
     return [Violation(kind, f"{what}; {_describe(observation)}", observation.seed) for kind, what in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from bisect import bisect_right
 from collections import Counter
@@ -10,6 +11,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from chaos.faults import Done
 from chaos.load import Observation
@@ -28,6 +31,8 @@ def document(result: Result) -> dict[str, Any]:
         "faults_total": len(result.saboteur.done),
         "faults_skipped": len(result.saboteur.skipped),
         "requests": dict(Counter(observation.outcome for observation in result.observations)),
+        "longest_lag_s": round(result.longest_lag_s, 3),
+        "failures": dict(_failures(result.observations)),
         "requests_total": len(result.observations),
         "tokens_retried_requests": sum(
             bool(observation.received.placement and observation.received.placement.retries)
@@ -39,6 +44,7 @@ def document(result: Result) -> dict[str, Any]:
         "hangs": violations["hang"],
         "violations": [asdict(violation) for violation in result.violations],
         "blocks_free_after_s": _spread(result.idle_after_s),
+        "failure_messages": _messages(result.observations),
         "longest_waits": _longest_gaps(result),
         "recovery_s": dict(_recoveries(result)),
         "processes": {name: asdict(footprint) for name, footprint in result.footprints.items()},
@@ -52,7 +58,9 @@ def summary(report: dict[str, Any]) -> str:
         f"target was down or failing already): {_counts(report['faults'])}",
         f"{report['requests_total']} requests, {report['tokens_retried_requests']} of them retried: "
         f"{_counts(report['requests'])}; prefix caches emptied: {_counts(report['resets'])}",
-        f"blocks free again after {_shown(report['blocks_free_after_s'])}",
+        f"failed with: {_counts(report['failures'])}",
+        f"blocks free again after {_shown(report['blocks_free_after_s'])}; this process was up to "
+        f"{report['longest_lag_s']:.2f} s late",
         "from a fault to the next token of the stream that waits longest, and to the end of the next new request that "
         "succeeds:",
     ]
@@ -119,6 +127,22 @@ def _longest_wait(done: Done, observations: Sequence[Observation]) -> float | No
         and 0 < (position := bisect_right(times, done.began_s)) < len(times)
     ]
     return max(waits, default=None)
+
+
+def _failures(observations: Sequence[Observation]) -> Counter[str]:
+    """Statuses that faults gave to calls, with the service's reasons; "none" is gRPC's own, from where no router is."""
+    failures = [observation.failure for observation in observations if observation.failure is not None]
+    return Counter(
+        f"{failure.code.name} {failure.reason or 'none'}"
+        for failure in failures
+        if failure.code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    )
+
+
+def _messages(observations: Sequence[Observation]) -> dict[str, int]:
+    """What failed calls were told, without the numbers in it, and how often."""
+    failures = [observation.failure for observation in observations if observation.failure is not None]
+    return dict(Counter(re.sub(r"[0-9]+", "N", f"{failure.code.name} {failure.message}") for failure in failures))
 
 
 def _longest_gaps(result: Result, *, count: int = 20) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from chaos.cluster import ChaosCluster
 from chaos.faults import Saboteur
 from chaos.invariants import Footprint, check_footprints, check_gone, check_idle, check_logs
 from chaos.judge import Violation, judge
+from chaos.lag import Lag
 from chaos.load import Observation, failure_of, make_call
 from chaos.schedule import Call, Fault, Schedule
 from twinstage.v1 import admin_pb2
@@ -37,6 +38,7 @@ class Result:
     idle_after_s: list[float] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     seconds: float = 0.0
+    longest_lag_s: float = 0.0  # of this process
 
 
 class ChaosRun:
@@ -54,15 +56,18 @@ class ChaosRun:
         self._cases = cases
         self._began_s = time.monotonic()
         self._say = lambda text: say(f"{time.monotonic() - self._began_s:8.2f} s  {text}")
+        self._lag = Lag()
         self._saboteur = Saboteur(cluster, say=self._say)
         self._result = Result(began_s=self._began_s, schedules=schedules, saboteur=self._saboteur)
 
     async def play(self) -> Result:
         """Play all, let everything heal, and check what must hold; then end the cluster and check again."""
-        await self._ask_everything()
-        for schedule in self._result.schedules:
-            await self._play(schedule)
-        await self._recover()
+        async with self._lag.watching():
+            await self._ask_everything()
+            for schedule in self._result.schedules:
+                await self._play(schedule)
+            await self._recover()
+        self._result.longest_lag_s = self._lag.longest_s
         self._result.seconds = time.monotonic() - self._began_s
         await self._cluster.stop()
         self._add(check_gone(self._cluster))
@@ -100,7 +105,8 @@ class ChaosRun:
     async def _call(self, call: Call, *, seed: int) -> None:
         answered = self._cases[call.case]
         observation = await make_call(self._cluster.channel, call, answered, seed=seed)
-        self._add(judge(observation, answered.answer, self._saboteur))
+        lag_s = self._lag.total_s(observation.began_s, observation.ended_s)
+        self._add(judge(observation, answered.answer, self._saboteur, observer_lag_s=lag_s))
         observation.received.forget_content()
         self._result.observations.append(observation)
 

@@ -22,6 +22,7 @@ class FaultKind(enum.Enum):
     DELAY = "delay"  # everything on the link is `delay_s` late
     CUT = "cut"  # every connection of the link is reset, once
     ROUTER_KILL = "router-kill"  # SIGKILL of the router, and started again after `duration_s`
+    ROUTER_STOP = "router-stop"  # SIGSTOP of the router, and SIGCONT after `duration_s`
     CANCEL_BURST = "cancel-burst"  # many calls at once, each cancelled within `duration_s`
 
 
@@ -36,6 +37,7 @@ FREQUENCIES: Mapping[FaultKind, float] = {
     FaultKind.DELAY: 2,
     FaultKind.CUT: 3,
     FaultKind.ROUTER_KILL: 1,
+    FaultKind.ROUTER_STOP: 1,
     FaultKind.CANCEL_BURST: 2,
 }
 _LINK_FAULTS = frozenset({FaultKind.PARTITION, FaultKind.DEAF, FaultKind.MUTE, FaultKind.DELAY, FaultKind.CUT})
@@ -83,7 +85,7 @@ class Plan:
     seconds: float
     num_faults: int | None = None
     faults_per_s: float = 0.4
-    calls_per_s: float = 6.0
+    calls_per_s: float = 4.0
     resets_per_s: float = 0.05
     burst: int = 24  # calls in a burst of cancels
     longest_fault_s: float = 4.0
@@ -163,7 +165,7 @@ def _draw_faults(random: Random, plan: Plan) -> Iterator[Fault]:
 
 
 def _target(random: Random, kind: FaultKind, plan: Plan) -> str:
-    if kind is FaultKind.ROUTER_KILL:
+    if kind in (FaultKind.ROUTER_KILL, FaultKind.ROUTER_STOP):
         return ROUTER
     if kind is FaultKind.CANCEL_BURST:
         return CLIENTS
