@@ -5,6 +5,7 @@
                        outgoing    one transfer
                        dial        reaching the receiver
     of the receiver    receiver    what its owner uses; listens
+                       callers     who is connected, and how many may be
                        connection  one connection: its thread
                        incoming    the books: all transfers, and which blocks nobody may reuse yet
                        gate        what shuts a revoked transfer's blocks off, over tcp

@@ -78,15 +78,16 @@ class Dialler:
             connect(endpoint.address, timeout_s=self.timeouts.connect_s), stall_s=self.timeouts.stall_s
         )
         try:
-            session = greet(
-                stream,
-                identity=self.identity,
-                key=self.key,
-                grant=grant,
-                block_bytes=self.block_bytes,
-                transport=transport,
-                timeout_s=self.timeouts.handshake_s,
-            )
+            with stream.within(self.timeouts.handshake_s):
+                session = greet(
+                    stream,
+                    identity=self.identity,
+                    key=self.key,
+                    grant=grant,
+                    block_bytes=self.block_bytes,
+                    transport=transport,
+                    timeout_s=self.timeouts.handshake_s,
+                )
         except BaseException:
             stream.close()
             raise

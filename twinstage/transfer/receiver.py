@@ -16,13 +16,13 @@ import os
 import select
 import socket
 import threading
-import time
 from pathlib import Path
 
 from twinstage.errors import InternalError, TransferError
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer import tcp
+from twinstage.transfer.callers import MAX_CONNECTIONS, Callers
 from twinstage.transfer.connection import Connection, TransferDelegate, call_back
 from twinstage.transfer.handshake import checked_secret, welcome
 from twinstage.transfer.host import host_id
@@ -44,7 +44,6 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-MAX_CONNECTIONS = 256
 _ACCEPT_AGAIN_S = 1.0  # pause when accepting fails, as it does while the process has no descriptors left
 
 
@@ -84,8 +83,7 @@ class KvReceiver:
         self._private_socket: PrivateSocket | None = None
         self._listeners: list[tuple[Transport, socket.socket]] = []
         self._acceptors: list[threading.Thread] = []
-        self._streams: dict[threading.Thread, FrameSocket] = {}
-        self._connections: dict[threading.Thread, Connection] = {}  # those of _streams that passed the handshake
+        self._callers = Callers()
         self._closing = False
         self._wake_fd = -1
 
@@ -144,7 +142,7 @@ class KvReceiver:
             listener.close()
         if self._private_socket is not None:
             self._private_socket.close()
-        self._end_connections()
+        self._callers.end_all(shutdown_s=self._timeouts.shutdown_s)
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
 
@@ -204,11 +202,7 @@ class KvReceiver:
         thread = threading.Thread(
             target=self._serve, args=(stream, transport), name=f"kv-receiver-{transport}", daemon=True
         )
-        with self._lock:
-            too_many = len(self._streams) >= MAX_CONNECTIONS
-            if not too_many:
-                self._streams[thread] = stream
-        if too_many:
+        if not self._callers.arrive(thread, stream):
             logger.warning("a kv sender was turned away: too many connections", limit=MAX_CONNECTIONS)
             stream.close()
             return
@@ -218,21 +212,21 @@ class KvReceiver:
             thread.start()
         except (OSError, RuntimeError) as error:  # it broke already, or there are no threads left: accept the others
             logger.warning("a kv sender could not be served", transport=transport, error=str(error))
-            with self._lock:
-                del self._streams[thread]
+            self._callers.leave(thread)
             stream.close()
 
     def _serve(self, stream: FrameSocket, transport: Transport) -> None:
         """The life of one connection."""
         try:
-            session = welcome(
-                stream,
-                identity=self._identity,
-                key=self._key,
-                memory=self._memory,
-                transport=transport,
-                timeout_s=self._timeouts.handshake_s,
-            )
+            with stream.within(self._timeouts.handshake_s):
+                session = welcome(
+                    stream,
+                    identity=self._identity,
+                    key=self._key,
+                    memory=self._memory,
+                    transport=transport,
+                    timeout_s=self._timeouts.handshake_s,
+                )
             connection = Connection(
                 stream,
                 session=session,
@@ -242,10 +236,8 @@ class KvReceiver:
                 delegate=self._delegate,
                 count_bytes=self._count_bytes,
             )
-            with self._lock:
-                if self._closing:
-                    return
-                self._connections[threading.current_thread()] = connection
+            if not self._callers.establish(threading.current_thread(), connection):
+                return
             logger.debug("kv sender connected", peer=session.peer_worker_id, transport=transport)
             connection.serve()
         except TransferError as error:
@@ -253,25 +245,8 @@ class KvReceiver:
         except Exception:  # the outermost boundary of this thread: the receiver and its other connections go on
             logger.exception("a kv connection failed", transport=transport)
         finally:
-            with self._lock:
-                self._connections.pop(threading.current_thread(), None)
-                self._streams.pop(threading.current_thread(), None)
+            self._callers.leave(threading.current_thread())
             stream.close()
-
-    def _end_connections(self) -> None:
-        with self._lock:  # a thread leaves the books under this lock before it closes its socket
-            streams, connections = dict(self._streams), dict(self._connections)
-            for thread, stream in streams.items():
-                if thread in connections:
-                    connections[thread].hang_up()
-                else:
-                    stream.end()
-        deadline_s = time.monotonic() + self._timeouts.shutdown_s
-        for thread in streams:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive() and thread in connections:
-                connections[thread].abandon()
-                thread.join()
 
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:

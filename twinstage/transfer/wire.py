@@ -10,7 +10,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from twinstage.errors import TransferError
@@ -41,11 +41,21 @@ class FrameSocket:
         self._readable.register(connection, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
+        self._until_s: float | None = None
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """A scope in which no wait goes beyond `seconds` from now, however often the peer sends a little."""
+        self._until_s = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until_s = None
 
     def send(self, message: Message, *, payload: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:
         """Send one frame. Raises TransferError when the peer is gone or takes nothing for the stall time."""
         header = encode(message, payload_bytes=sum(len(view) for view in payload))
-        deadline = _deadline(self.stall_s if timeout_s is None else timeout_s)
+        deadline = self._deadline(self.stall_s if timeout_s is None else timeout_s)
         self._send_all([memoryview(header), *payload], deadline=deadline)
 
     def receive(self, *, idle_s: float | None = None) -> Frame | None:
@@ -61,16 +71,16 @@ class FrameSocket:
         """The next frame's header; see `receive`."""
         data = bytearray(HEADER.size)
         view = memoryview(data)
-        received = self._receive_some(view, _deadline(idle_s))
+        received = self._receive_some(view, self._deadline(idle_s))
         if received == 0:
             return None
-        self._receive_exactly(view[received:], _deadline(self.stall_s))
+        self._receive_exactly(view[received:], self._deadline(self.stall_s))
         return decode_header(data)
 
     def receive_message(self, header: Header) -> Frame:
         """The rest of a frame whose header has been read."""
         body = bytearray(header.body_bytes)
-        self._receive_exactly(memoryview(body), _deadline(self.stall_s))
+        self._receive_exactly(memoryview(body), self._deadline(self.stall_s))
         return Frame(decode_body(header.kind, body), header.payload_bytes)
 
     def receive_available(self, views: Sequence[memoryview]) -> int:
@@ -92,7 +102,7 @@ class FrameSocket:
     def discard(self, num_bytes: int) -> None:
         """Read `num_bytes` bytes of payload that nobody wants."""
         scratch = memoryview(bytearray(min(num_bytes, _DISCARD_BYTES)))
-        deadline = _deadline(self.stall_s)
+        deadline = self._deadline(self.stall_s)
         while num_bytes:
             received = self._receive_some(scratch[: min(num_bytes, len(scratch))], deadline)
             if received == 0:
@@ -119,6 +129,12 @@ class FrameSocket:
     def close(self) -> None:
         """Close the socket; no thread may use it any more."""
         self.connection.close()
+
+    def _deadline(self, seconds: float | None) -> float | None:
+        if seconds is None:
+            return self._until_s
+        deadline_s = time.monotonic() + seconds
+        return deadline_s if self._until_s is None else min(deadline_s, self._until_s)
 
     def _send_all(self, buffers: list[memoryview], *, deadline: float | None) -> None:
         while buffers:
@@ -158,10 +174,6 @@ def after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     if num_bytes:
         rest[0] = rest[0][num_bytes:]
     return rest
-
-
-def _deadline(seconds: float | None) -> float | None:
-    return None if seconds is None else time.monotonic() + seconds
 
 
 def _wait(poller: select.poll, deadline: float | None) -> None:
