@@ -71,6 +71,8 @@ class Router:
         self._server = create_server(
             self._interceptors(),
             max_receive_bytes=settings.max_message_bytes,
+            max_connections=settings.connections_at_most,
+            max_streams_per_connection=settings.max_streams_per_connection,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
         )

@@ -14,6 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from router.limits import (
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_SALT_BYTES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest, Unimplemented
@@ -35,11 +44,6 @@ from twinstage.types import (
 )
 
 DEFAULT_MAX_TOKENS = 16  # of Generate; Chat goes on to the context limit
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_PRIORITY = 100
-MAX_SALT_BYTES = 128
-MAX_BIAS = 100.0
 CHARACTERS_PER_TOKEN = 4  # about as many in English
 
 Number = TypeVar("Number", int, float)
@@ -113,7 +117,7 @@ def _check_messages(violations: Violations, prompt: ChatPrompt) -> None:
 
 def _check_sampling(violations: Violations, sampling: RawSampling, model: ServedModel) -> None:
     check = violations.check_number
-    check("sampling.n", sampling.n, low=1)
+    check("sampling.n", sampling.n, low=1, high=MAX_CHOICES)
     check("sampling.temperature", sampling.temperature, low=0)
     check("sampling.top_p", sampling.top_p, low=0, high=1, low_is_open=True)
     check("sampling.top_k", sampling.top_k, low=1)
@@ -138,6 +142,10 @@ def _check_stopping(violations: Violations, stopping: RawStopping, model: Served
     for index, text in enumerate(stopping.stop[:MAX_STOP_STRINGS]):
         if not text:
             violations.add(f"stopping.stop[{index}]", "must not be empty")
+        if len(text) > MAX_STOP_CHARACTERS:
+            violations.add(
+                f"stopping.stop[{index}]", f"must have at most {MAX_STOP_CHARACTERS} characters, has {len(text)}"
+            )
     violations.check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.description.vocab_size)
     violations.check_number("stopping.time_limit", stopping.time_limit_s, low=0, low_is_open=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ from twinstage.rpc.callers import read_shared_secrets
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.tls import TlsFiles, channel_credentials
 from twinstage.settings import ProcessSettings
+
+MOST_OPEN_FILES = 1024 * 1024  # where the system sets no limit
 
 
 class RouterSettings(ProcessSettings):
@@ -53,6 +56,15 @@ class RouterSettings(ProcessSettings):
         ge=1024,
         le=MAX_MESSAGE_BYTES,
         description="Bytes of the largest message that clients may send; larger ones are refused.",
+    )
+    max_connections: int | None = Field(
+        default=None,
+        ge=1,
+        description="Connections of clients at once; more are closed. By default three quarters of the files that the "
+        "process may open.",
+    )
+    max_streams_per_connection: int = Field(
+        default=1024, ge=1, description="Calls in progress on one connection; more wait at the client."
     )
     tokens_file: Path | None = Field(
         default=None,
@@ -93,6 +105,14 @@ class RouterSettings(ProcessSettings):
         if not isinstance(values, Sequence):
             return values
         return [part.strip() for entry in values for part in str(entry).split(",") if part.strip()]
+
+    @property
+    def connections_at_most(self) -> int:
+        """`max_connections`, or what leaves a quarter of the process's files for workers and everything else."""
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft_limit == resource.RLIM_INFINITY:
+            soft_limit = MOST_OPEN_FILES
+        return self.max_connections or max(1, soft_limit * 3 // 4)
 
     def worker_access(self) -> Access:
         """How workers are called. Raises ConfigError when a file cannot be read."""

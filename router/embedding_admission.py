@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.limits import MAX_INPUTS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
-
-MAX_INPUTS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

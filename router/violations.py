@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
+from router.limits import MAX_REQUEST_ID_LENGTH
 from twinstage.errors import FieldViolation, InvalidRequest
 
 MAX_LISTED_PER_FIELD = 8  # of the entries of a repeated field, so that one bad list does not crowd out the rest
-MAX_REQUEST_ID_LENGTH = 128
 
 
 class Violations:

@@ -1,19 +1,30 @@
 """What is checked on the messages themselves, before anything is copied out of them.
 
-Conversion and admission run on the event loop, so a list of a million entries must not get that far. The limits are
-far above what a request that could be served needs; a message as a whole is limited by `--max-message-bytes`.
+Conversion and admission run on the event loop, so a list of a million entries must not get that far. The limits
+(`router/limits.py`) are far above what a request that could be served needs; a message as a whole is limited by
+`--max-message-bytes`.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from router.violations import Violations
-from router.worker_entry import ServedModel
-from twinstage.v1 import common_pb2, generation_pb2, tokenizer_pb2
+from google.protobuf.message import Message
 
-MAX_ENTRIES = 1024  # of logit_bias, stop, stop_token_ids and batch
-MAX_MESSAGES = 4096
+from router.limits import (
+    MAX_ENTRIES,
+    MAX_INPUTS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_STRUCTURED_OUTPUT_BYTES,
+    MAX_TEMPLATE_CHARACTERS,
+    MAX_TEMPLATE_OPTIONS_BYTES,
+    MAX_TOKEN_IDS,
+)
+from router.violations import MAX_LISTED_PER_FIELD, Violations
+from router.worker_entry import ServedModel
+from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2, tokenizer_pb2
 
 
 class Door:
@@ -29,14 +40,15 @@ class Door:
     def check_generate(self, request: generation_pb2.GenerateRequest) -> None:
         """Raises InvalidRequest."""
         violations = Violations()
-        _check_options(violations, request.sampling, request.stopping)
+        _check_common(violations, request)
+        _check_count(violations, "prompt_token_ids.ids", request.prompt_token_ids.ids, MAX_TOKEN_IDS)
         _check_count(violations, "batch.prompts", request.batch.prompts, MAX_ENTRIES)
         violations.raise_any()
 
     def check_chat(self, request: generation_pb2.ChatRequest) -> None:
         """Raises InvalidRequest."""
         violations = Violations()
-        _check_options(violations, request.sampling, request.stopping)
+        _check_common(violations, request)
         self._check_conversation(violations, request)
         violations.raise_any()
 
@@ -50,6 +62,9 @@ class Door:
         self, violations: Violations, request: generation_pb2.ChatRequest | tokenizer_pb2.RenderChatRequest
     ) -> None:
         _check_count(violations, "messages", request.messages, MAX_MESSAGES)
+        _check_names(violations, request.messages)
+        _check_bytes(violations, "chat_template_kwargs", request.chat_template_kwargs, MAX_TEMPLATE_OPTIONS_BYTES)
+        _check_characters(violations, "chat_template", request.chat_template, MAX_TEMPLATE_CHARACTERS)
         if request.chat_template and not self._trusts_chat_templates:
             violations.add(
                 "chat_template",
@@ -58,11 +73,51 @@ class Door:
             )
 
 
+def check_encode(request: embedding_pb2.EncodeRequest) -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_count(violations, "inputs", request.inputs, MAX_INPUTS)
+    for index, entry in enumerate(request.inputs[:MAX_INPUTS]):
+        _check_count(violations, f"inputs[{index}].token_ids.ids", entry.token_ids.ids, MAX_TOKEN_IDS)
+    violations.raise_any()
+
+
+def check_encode_stream(request: embedding_pb2.EncodeStreamRequest) -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_count(violations, "input.token_ids.ids", request.input.token_ids.ids, MAX_TOKEN_IDS)
+    violations.raise_any()
+
+
+def check_embed(request: embedding_pb2.EmbedRequest) -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_count(violations, "texts", request.texts, MAX_INPUTS)
+    violations.raise_any()
+
+
 def check_token_count(field: str, token_ids: Any, model: ServedModel) -> None:
     """No more ids than a sequence of the model can have. Raises InvalidRequest."""
     violations = Violations()
     _check_count(violations, field, token_ids, model.description.max_model_len)
     violations.raise_any()
+
+
+def _check_common(violations: Violations, request: generation_pb2.GenerateRequest | generation_pb2.ChatRequest) -> None:
+    _check_options(violations, request.sampling, request.stopping)
+    _check_characters(violations, "model", request.model, MAX_NAME_CHARACTERS)
+    _check_bytes(violations, "structured_output", request.structured_output, MAX_STRUCTURED_OUTPUT_BYTES)
+
+
+def _check_names(violations: Violations, messages: Any) -> None:
+    too_long = (
+        (f"messages[{index}].{field}", text)
+        for index, message in enumerate(messages[:MAX_MESSAGES])
+        for field, text in (("role", message.role), ("name", message.name))
+        if len(text) > MAX_NAME_CHARACTERS
+    )
+    for field, text in islice(too_long, MAX_LISTED_PER_FIELD):
+        _check_characters(violations, field, text, MAX_NAME_CHARACTERS)
 
 
 def _check_options(
@@ -76,3 +131,14 @@ def _check_options(
 def _check_count(violations: Violations, field: str, entries: Any, limit: int) -> None:
     if len(entries) > limit:
         violations.add(field, f"must have at most {limit} entries, has {len(entries)}")
+
+
+def _check_characters(violations: Violations, field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        violations.add(field, f"must have at most {limit} characters, has {len(text)}")
+
+
+def _check_bytes(violations: Violations, field: str, message: Message, limit: int) -> None:
+    size = message.ByteSize()
+    if size > limit:
+        violations.add(field, f"must have at most {limit} bytes, has {size}")

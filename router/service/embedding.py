@@ -13,6 +13,7 @@ from router.embedding_stream import EmbeddingStream, StreamRequest, StreamResult
 from router.gate import Gate
 from router.generation import Deadlines
 from router.service.context import seconds_left
+from router.service.door import check_embed, check_encode, check_encode_stream
 from twinstage.errors import TwinstageError
 from twinstage.rpc.convert_public import (
     embed_request_from_proto,
@@ -45,6 +46,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Encode(  # noqa: N802 - the names of methods are the proto's
         self, request: embedding_pb2.EncodeRequest, context: Any
     ) -> embedding_pb2.EncodeResponse:
+        check_encode(request)
         raw = encode_request_from_proto(request)
         result = await self._embed(raw, context)
         return embedding_pb2.EncodeResponse(
@@ -59,6 +61,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Embed(  # noqa: N802
         self, request: embedding_pb2.EmbedRequest, context: Any
     ) -> embedding_pb2.EmbedResponse:
+        check_embed(request)
         raw = embed_request_from_proto(request)
         result = await self._embed(raw, context)
         return embedding_pb2.EmbedResponse(
@@ -81,6 +84,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         async def requests() -> AsyncIterator[StreamRequest]:
             async for request in until_ending(request_iterator, self._draining):
                 try:
+                    check_encode_stream(request)
                     raw = encode_stream_request_from_proto(request)
                     formats.append(raw.format)
                     yield raw

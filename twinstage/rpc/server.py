@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 KEEPALIVE_INTERVAL_S = 30.0
 KEEPALIVE_TIMEOUT_S = 10.0
 MIN_CLIENT_PING_INTERVAL_S = 10.0
+HANDSHAKE_TIMEOUT_S = 10.0  # for TLS and the beginning of HTTP/2; who connects and says nothing is cut off
+MAX_METADATA_BYTES = 16 * 1024  # of a call, keys and values, as they stand before they are compressed
 UNLIMITED = 0  # what the core's counters take for "no limit"
 
 logger = get_logger(__name__)
@@ -51,10 +53,15 @@ def create_server(
     *,
     max_receive_bytes: int = MAX_MESSAGE_BYTES,
     max_send_bytes: int = MAX_MESSAGE_BYTES,
+    max_connections: int | None = None,
+    max_streams_per_connection: int | None = None,
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 3600.0,
 ) -> grpc.aio.Server:
     """A server that is not bound yet, with ErrorInterceptor outermost.
+
+    Connections above `max_connections` are closed at once; streams above `max_streams_per_connection` wait at the
+    client. None leaves them unlimited, as between routers and workers.
 
     `max_connection_age_s` makes clients connect anew from time to time, so that load spreads over new replicas; calls
     that still run `max_connection_age_grace_s` later are cut off. None keeps connections for ever, which the sessions
@@ -62,6 +69,10 @@ def create_server(
     """
     outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor()]
     options = _options(max_receive_bytes, max_send_bytes)
+    if max_connections is not None:
+        options.append(("grpc.max_allowed_incoming_connections", max_connections))
+    if max_streams_per_connection is not None:
+        options.append(("grpc.max_concurrent_streams", max_streams_per_connection))
     if max_connection_age_s is not None:
         options += [
             ("grpc.max_connection_age_ms", _milliseconds(max_connection_age_s)),
@@ -77,6 +88,9 @@ def _options(max_receive_bytes: int, max_send_bytes: int) -> list[tuple[str, int
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_TIMEOUT_S)),
         # Find clients that went away without a word, so that their requests are cancelled.
         ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_INTERVAL_S)),
         ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_S)),

@@ -1,8 +1,8 @@
 """Shared memory: the sender writes granted blocks in place, in the receiver's own memory.
 
-The receiver listens on a unix socket in a directory of its own that nobody else may enter, and passes the descriptor
-of its memory once the handshake is done. The sender maps it and copies; a Write frame then only says what stands
-there.
+The receiver listens on a unix socket (mode 0600) in a directory of its own that nobody else may enter (0700), and
+passes the descriptor of its memory once the handshake is done. The sender maps it and copies; a Write frame then only
+says what stands there.
 
 What makes a revoked block safe: the sender writes only after Opened; its one writer thread answers Revoke between two
 copies; and it ends the connection only when that thread has stopped. The end of the stream therefore means that no
@@ -45,7 +45,7 @@ _SOCKET = "s"
 
 
 class PrivateSocket:
-    """A listening unix socket in a fresh directory of mode 0700; both are gone after `close`."""
+    """A listening unix socket of mode 0600 in a fresh directory of mode 0700; both are gone after `close`."""
 
     def __init__(self, parent: Path) -> None:
         """Listen below `parent`, made when missing, and remove what the dead left there. Raises ConfigError."""
@@ -67,6 +67,7 @@ class PrivateSocket:
                     f"{_MAX_PATH_BYTES - len('/kv-12345678/s')} bytes for shared memory"
                 )
             self.listener.bind(os.fspath(self.path))
+            self.path.chmod(0o600)  # nobody else can enter the directory either; nobody can connect before `listen`
             self.listener.listen(_BACKLOG)
         except OSError as error:
             self.close()

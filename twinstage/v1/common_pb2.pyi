@@ -127,7 +127,7 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Number of independent continuations. Default 1; range >= 1.
+    """Number of independent continuations. Default 1; range 1 to 128.
     Not in this version: refused with UNIMPLEMENTED.
     """
     temperature: _builtins.float
@@ -235,7 +235,9 @@ class StoppingOptions(_message.Message):
     """Go on past the model's end-of-sequence tokens. Default false."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the generation when they appear in the text. Default: none; at most 16, none empty."""
+        """Strings that end the generation when they appear in the text. Default: none; at most 16, each of
+        1 to 1,024 characters.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
