@@ -35,9 +35,16 @@ class Compiled:
 
 
 def make_shape(
-    *, dtype: str = "float32", head_dim: int = 64, num_heads: int = 9, num_kv_heads: int = 3
+    *,
+    dtype: str = "float32",
+    head_dim: int = 64,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    bfloat16_dot: bool = False,
 ) -> AttentionShape:
-    return AttentionShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    return AttentionShape(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, bfloat16_dot=bfloat16_dot
+    )
 
 
 def make_layout(shape: AttentionShape, *, block_size: int) -> KvLayout:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fused_models import FusedOnBlocks, chunk, make_fused, stock_logits, tiny_config, tokens
+from fused_models import BLOCK_SIZE, FusedOnBlocks, chunk, make_fused, stock_logits, tiny_config, tokens
 from twinstage.models.fused.load import load_fused
 from twinstage.models.resolve import resolve_model
 
@@ -37,12 +37,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> FusedOnBlocks:
-    """In int8 on KV in float16, with two threads."""
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FusedOnBlocks:
+    """In int8 on KV in 16 bits, with two threads."""
     directory = tmp_path_factory.mktemp("fused") / "llama"
     return FusedOnBlocks(
-        make_fused(directory, tiny_config("llama"), precision="int8", kv_dtype="float16", threads=2), num_blocks=400
+        make_fused(directory, tiny_config("llama"), precision="int8", kv_dtype=request.param, threads=2), num_blocks=400
     )
 
 
@@ -77,7 +77,13 @@ def test_bits_do_not_depend_on_chunks(llama: FusedOnBlocks) -> None:
 
 def test_bits_do_not_depend_on_the_number_of_threads(llama: FusedOnBlocks, tmp_path: Path) -> None:
     single = FusedOnBlocks(
-        make_fused(tmp_path / "llama", tiny_config("llama"), precision="int8", kv_dtype="float16", threads=1)
+        make_fused(
+            tmp_path / "llama",
+            tiny_config("llama"),
+            precision="int8",
+            kv_dtype=llama.model.kv_layout(BLOCK_SIZE).dtype,
+            threads=1,
+        )
     )
     for count in (1, 80):
         np.testing.assert_array_equal(single.logits(tokens(count)), llama.logits(tokens(count)))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,8 @@ def test_one_makes_it_while_others_wait(tmp_path: Path) -> None:
 
 
 def test_kernels_of_another_cpu_shape_or_format_are_other_files() -> None:
-    shapes = [AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, dtype=dtype) for dtype in ("float32", "float16")]
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    shapes = [shape, replace(shape, bfloat16_dot=True), replace(shape, dtype="float16")]
     keys = {kernel_key(weight_format, shape) for weight_format in WeightFormat for shape in shapes}
     assert len(keys) == len(WeightFormat) * len(shapes)
     command = f"from twinstage.models.fused.load import *; print(kernel_key(WeightFormat.FP32, {shapes[0]!r}))"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fused_models import FusedOnBlocks, chunk, make_fused, tiny_config, tokens
+from twinstage.kv.layout import DTYPE_BYTES
 from twinstage.models.fused import formats
-from twinstage.models.fused.formats import WeightFormat, format_of
+from twinstage.models.fused.formats import WeightFormat, format_of, has_bfloat16_dot, kv_dtype_of
 from twinstage.models.fused.target import Target, target
 
 pytestmark = pytest.mark.xdist_group("fused")
@@ -67,3 +68,15 @@ def test_a_machine_gets_the_fastest_it_can_compute(monkeypatch: pytest.MonkeyPat
         assert format_of("int8", SIZES | changes) is WeightFormat.INT8
     monkeypatch.setattr(formats, "target", lambda: WITHOUT)
     assert format_of("int8", SIZES) is WeightFormat.INT8
+
+
+def test_keys_and_values_are_what_a_machine_multiplies_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_bfloat16 = Target("c", "+avx512f,+avx512vnni,+avx512bf16", 16)
+    monkeypatch.setattr(formats, "target", lambda: with_bfloat16)
+    assert (kv_dtype_of("fp32"), kv_dtype_of("int8")) == ("float32", "bfloat16")
+    chosen = {(one, dtype) for one in WeightFormat for dtype in DTYPE_BYTES if has_bfloat16_dot(one, dtype)}
+    assert chosen == {(WeightFormat.INT8, "bfloat16"), (WeightFormat.AFFINE8, "bfloat16")}
+    for other in (WITH, replace(with_bfloat16, lanes=8), replace(with_bfloat16, features="+avx512f")):
+        monkeypatch.setattr(formats, "target", lambda other=other: other)
+        assert (kv_dtype_of("fp32"), kv_dtype_of("int8")) == ("float32", "float16")
+        assert not any(has_bfloat16_dot(one, "bfloat16") for one in WeightFormat)

@@ -15,6 +15,7 @@ from twinstage.kv.store import KvStore
 from twinstage.models.adapt import PagedModel
 from twinstage.models.batch import PagedChunk, make_batch
 from twinstage.models.choose import load_chosen
+from twinstage.models.fused.target import target
 from twinstage.models.load import load_model
 from twinstage.models.resolve import resolve_model
 from twinstage.types import SamplingParameters
@@ -51,9 +52,10 @@ def test_stock_modules_on_kv_in_16_bits(tiny_model: Path, kv_dtype: str, limit: 
 
 
 def test_auto_follows_the_weights(tiny_model: Path) -> None:
+    fast = "bfloat16" if target().bfloat16_dot else "float16"
     resolved = resolve_model(str(tiny_model))
     assert load_chosen(resolved, weights="stock").kv_layout(16).dtype == "float32"
-    assert load_chosen(resolved, weights="int8", threads=1).kv_layout(16).dtype == "float16"
+    assert load_chosen(resolved, weights="int8", threads=1).kv_layout(16).dtype == fast
     exact = load_chosen(resolved, weights="auto", threads=1)
     assert exact.rows_are_independent  # own kernels
     assert exact.kv_layout(16).dtype == "float32"

@@ -79,7 +79,7 @@ class ClusterFlags:
     ] = None
     kv_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"] | None,
-        typer.Option("--kv-dtype", help="Number format of keys and values; auto: float16 with 8-bit weights."),
+        typer.Option("--kv-dtype", help="Number format of keys and values; auto: 16 bits with 8-bit weights."),
     ] = None
     log_directory: Annotated[
         Path | None,

@@ -70,8 +70,8 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["float32"] = Field(default="float32", description="Number format of weights.")
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Number format of keys and values, the same for prefill and decode workers; auto takes float16 "
-        "with 8-bit weights and float32 otherwise.",
+        description="Number format of keys and values, the same for prefill and decode workers; auto takes, "
+        "with 8-bit weights, bfloat16 where the CPU has AVX512_BF16 and float16 elsewhere, and float32 otherwise.",
     )
     deterministic: bool = Field(
         default=False,

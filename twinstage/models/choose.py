@@ -35,19 +35,19 @@ def load_chosen(
 ) -> PagedModel | FusedModel:
     """Load `resolved` with `weights`, one of WEIGHTS; "auto" is fp32 where the fused path has the model's shape.
 
-    `kv_dtype` "auto" is float16 with weights of 8 bits, and else the number format of the weights.
+    `kv_dtype` "auto" is bfloat16 or float16 with weights of 8 bits, whichever this machine multiplies fastest, and else
+    the number format of the weights.
     Raises ConfigError, and ModelError that names the reason when "fp32" or "int8" was asked for and cannot be.
     """
     if weights != STOCK and resolved.task is Task.GENERATE:
         from twinstage.models.fused.load import load_fused
 
         precision = "fp32" if weights == AUTO else weights
-        fused_kv_dtype = "float32" if precision == "fp32" else "float16"
         try:
             return load_fused(
                 resolved,
                 precision=precision,
-                kv_dtype=fused_kv_dtype if kv_dtype == AUTO else kv_dtype,
+                kv_dtype=None if kv_dtype == AUTO else kv_dtype,
                 threads=threads,
                 max_model_len=max_model_len,
                 cache_directory=cache_directory,

@@ -6,7 +6,9 @@
 A barrier belongs after each. **What a row gets depends on its own sequence alone**, bit by bit: not on the batch, on
 how its prompt was cut into chunks, on the kernel that computes it, on threads or on the width of vectors. For that all
 kernels do the same operations in the same order: scores sum over dimensions, sums over keys run within tiles of `TILE`
-keys that begin at multiples of it, and tiles are folded one after another (`attention_fold.py`).
+keys that begin at multiples of it, and tiles are folded one after another (`attention_fold.py`). With `bfloat16_dot`,
+queries and weights are rounded to bfloat16, as keys and values are, and a term of a sum is two products
+(`bfloat16.py`); vectors then have one width.
 """
 
 from __future__ import annotations

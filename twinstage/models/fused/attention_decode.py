@@ -1,8 +1,9 @@
 """Attention of chunks of one or a few tokens: memory-bound, so each key and value is loaded once for all query rows.
 
 Keys are transposed in registers, `2 * LANES` of them at a time, so that lanes are keys; for the weighted values lanes
-are dimensions. A context may be split between threads: each tile leaves a partial result, and who finishes the last
-part folds them in their order, as one thread alone would have done.
+are dimensions. Of bfloat16 numbers, pairs take the place of single ones (`panels_bfloat16.py`). A context may be split
+between threads: each tile leaves a partial result, and who finishes the last part folds them in their order, as one
+thread alone would have done.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from twinstage.models.fused import attention_work as w
 from twinstage.models.fused.attention_fold import fold_tile, write_row
 from twinstage.models.fused.attention_lines import build_lines
 from twinstage.models.fused.attention_work import TILE, AttentionShape, ScratchPlan
+from twinstage.models.fused.bfloat16 import store_upper, weight
 from twinstage.models.fused.intrinsics import kernel, load_i64, store_i64
 from twinstage.models.fused.panels import make_gather_transposed, make_product, make_weighted_sum
+from twinstage.models.fused.panels_bfloat16 import make_gather_pairs_transposed, make_weighted_sum_of_pairs
 from twinstage.models.fused.target import target
 from twinstage.models.fused.vectors import (
     LANES,
@@ -28,6 +31,7 @@ from twinstage.models.fused.vectors import (
     prefetch,
     splat,
     store,
+    store_bf16,
     subtract,
     take,
 )
@@ -136,38 +140,34 @@ def build_decode(shape: AttentionShape) -> Any:
 def _build_load_queries(shape: AttentionShape) -> Any:
     """Copy the queries of a KV head's rows to scratch, scaled; rows that only fill a register tile are zero."""
     head_dim, rows_per_token, padded = shape.head_dim, shape.rows_per_token, shape.padded_rows
-    row_bytes = 4 * head_dim
+    row_bytes, put, put_bytes = 4 * head_dim, store, 4
+    if shape.bfloat16_dot:
+        put, put_bytes = store_bf16, 2
 
     @kernel
     def load_queries(source: int, source_row: int, tokens: int, scale: float, out: int) -> None:
         factor = splat(scale)
         for token in range(tokens):
             for head in range(padded):
-                line = out + (token * padded + head) * row_bytes
-                for offset in range(0, row_bytes, _VECTOR):
+                line = out + (token * padded + head) * head_dim * put_bytes
+                own = source + token * source_row + head * row_bytes
+                for dimension in range(0, head_dim, LANES):
                     if head < rows_per_token:
-                        store(
-                            line + offset,
-                            multiply(load(source + token * source_row + head * row_bytes + offset), factor),
-                        )
+                        put(line + dimension * put_bytes, multiply(load(own + 4 * dimension), factor))
                     else:
-                        store(line + offset, splat(0.0))
+                        put(line + dimension * put_bytes, splat(0.0))
 
     return load_queries
 
 
 def _build_scores(shape: AttentionShape) -> Any:
     """Scores `[row][TILE]` of all query rows with the keys of a tile, rounded up to a multiple of `_KEYS`."""
-    product = make_product(rows=shape.decode_panel, vectors=2)
-    gather = make_gather_transposed(dtype=shape.dtype)
+    product = make_product(rows=shape.decode_panel, vectors=2, pairs=shape.bfloat16_dot)
+    together = 2 if shape.bfloat16_dot else 1  # numbers that a product takes at once
+    transpose_keys = _build_transpose_keys(shape)
     plan = ScratchPlan(shape)
     lines_at, keys_at, queries_at, scores_at = plan.lines, plan.decode_keys, plan.decode_queries, plan.decode_scores
-    head_dim, value_bytes, padded, panel = (
-        shape.head_dim,
-        shape.value_bytes,
-        shape.padded_rows,
-        shape.decode_panel,
-    )
+    depth, padded, panel = shape.head_dim // together, shape.padded_rows, shape.decode_panel
 
     @kernel
     def scores(scratch: int, tokens: int, count: int, values_offset: int) -> None:
@@ -178,26 +178,55 @@ def _build_scores(shape: AttentionShape) -> Any:
                 for ahead in range(0, _PREFETCHED, 64):
                     prefetch(load_i64(own, LANES) + ahead)
                     prefetch(load_i64(own, LANES) + values_offset + ahead)
-                for dimension in range(0, head_dim, LANES):
-                    gather(own, dimension * value_bytes, keys + (dimension * 2 + part) * _VECTOR, 2 * _VECTOR)
+                transpose_keys(own, keys + part * _VECTOR)
             for row in range(0, tokens * padded, panel):
                 product(
-                    scratch + queries_at + row * 4 * head_dim,
-                    4 * head_dim,
+                    scratch + queries_at + row * 4 * depth,
+                    4 * depth,
                     4,
                     keys,
                     2 * _VECTOR,
                     scratch + scores_at + 4 * (row * TILE + key),
                     4 * TILE,
-                    head_dim,
+                    depth,
                 )
 
     return scores
 
 
+def _build_transpose_keys(shape: AttentionShape) -> Any:
+    """The kernel `transpose_keys(lines, out)` for `LANES` keys: float32 numbers, or pairs of bfloat16, by dimension."""
+    head_dim, value_bytes = shape.head_dim, shape.value_bytes
+    gather = make_gather_transposed(dtype=shape.dtype)
+
+    @kernel
+    def transpose_keys(lines: int, out: int) -> None:
+        for dimension in range(0, head_dim, LANES):
+            gather(lines, dimension * value_bytes, out + dimension * 2 * _VECTOR, 2 * _VECTOR)
+
+    if not shape.bfloat16_dot:
+        return transpose_keys
+    gather_whole = make_gather_pairs_transposed(pairs=LANES)
+    gather_half = make_gather_pairs_transposed(pairs=LANES // 2)
+    whole = head_dim // (2 * LANES) * 2 * LANES  # dimensions
+
+    @kernel
+    def transpose_pairs(lines: int, out: int) -> None:
+        for dimension in range(0, whole, 2 * LANES):
+            gather_whole(lines, dimension * 2, out + dimension * _VECTOR, 2 * _VECTOR)
+        if whole < head_dim:
+            gather_half(lines, whole * 2, out + whole * _VECTOR, 2 * _VECTOR)
+
+    return transpose_pairs
+
+
 def _build_softmax(shape: AttentionShape) -> Any:
-    """Turn scores into weights relative to the highest of the tile, which goes to the row's result."""
+    """Turn scores into weights relative to the highest of the tile, which goes to the row's result.
+
+    Weights are float32, or bfloat16 at the beginning of the row's line.
+    """
     plan = ScratchPlan(shape)
+    power, put, put_bytes = (weight, store_upper, 2) if shape.bfloat16_dot else (exp2, store, 4)
     scores_at, padded = plan.decode_scores, shape.padded_rows
     row_bytes = 2 * _VECTOR + 4 * shape.head_dim
 
@@ -217,7 +246,7 @@ def _build_softmax(shape: AttentionShape) -> Any:
             top = splat(highest(top))
             store(result + row * row_bytes, top)
             for key in range(0, count, LANES):
-                store(line + 4 * key, exp2(subtract(load(line + 4 * key), top)))
+                put(line + put_bytes * key, power(subtract(load(line + 4 * key), top)))
 
     return softmax
 
@@ -228,6 +257,9 @@ def _build_weigh(shape: AttentionShape) -> Any:
     head_dim, panel = shape.head_dim, shape.decode_panel
     vectors = _vectors_at_once(head_dim // LANES, panel)
     weighted_sum = make_weighted_sum(rows=panel, vectors=vectors, dtype=shape.dtype)
+    together = 1
+    if shape.bfloat16_dot:
+        weighted_sum, together = make_weighted_sum_of_pairs(rows=panel, vectors=vectors), 2
     lines_at, scores_at = plan.lines, plan.decode_scores
     row_bytes, value_bytes = 2 * _VECTOR + 4 * head_dim, shape.value_bytes
     columns = vectors * LANES
@@ -246,7 +278,7 @@ def _build_weigh(shape: AttentionShape) -> Any:
                     row_bytes,
                     own + _VECTOR,
                     row_bytes,
-                    count,
+                    (count + together - 1) // together,
                 )
 
     return weigh

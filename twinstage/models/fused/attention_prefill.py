@@ -1,14 +1,16 @@
 """Attention of longer chunks: bound by multiplications, so lanes are query rows, and only queries need transposing.
 
 An item has a few groups of `GROUP` rows; a row is a token's head, those of a KV head lie together. Tile by tile of
-keys, which all groups share unpacked to float32: scores, softmax of the tile, weighted values, fold. Tiles of which no
-row of a group sees anything are skipped.
+keys, which all groups share unpacked: scores, softmax of the tile, weighted values, fold. Tiles of which no row of a
+group sees anything are skipped. What depends on the numbers that are multiplied is in `attention_prefill_float32.py`
+and `attention_prefill_bfloat16.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from twinstage.models.fused import attention_prefill_bfloat16, attention_prefill_float32
 from twinstage.models.fused import attention_work as w
 from twinstage.models.fused.attention_decode import LOWEST
 from twinstage.models.fused.attention_lines import build_lines
@@ -18,8 +20,6 @@ from twinstage.models.fused.panels import make_gather_transposed, make_product, 
 from twinstage.models.fused.target import target
 from twinstage.models.fused.vectors import (
     LANES,
-    LOAD,
-    add,
     divide,
     exp2,
     fma,
@@ -43,8 +43,13 @@ _PANEL_COLUMNS = _PANEL_VECTORS * LANES
 
 def build_prefill(shape: AttentionShape) -> Any:
     """The kernel `prefill` for items of kind `PREFILL`, with the arguments of the one of `build_decode`."""
-    begin_group, end_group = _build_begin(shape), _build_end(shape)
-    compute_tile, unpack, find_lines = _build_tile(shape), _build_unpack(shape), build_lines(shape)
+    numbers = attention_prefill_bfloat16 if shape.bfloat16_dot else attention_prefill_float32
+    begin_group, end_group = _build_begin(shape, numbers.build_scale_queries(shape)), _build_end(shape)
+    compute_tile, unpack, find_lines = (
+        _build_tile(shape, numbers.weigh_scores),
+        numbers.build_unpack(shape),
+        build_lines(shape),
+    )
     plan, rows_per_token = ScratchPlan(shape), shape.rows_per_token
     states = plan.states
 
@@ -90,7 +95,7 @@ def build_prefill(shape: AttentionShape) -> Any:
     return prefill
 
 
-def _build_begin(shape: AttentionShape) -> Any:
+def _build_begin(shape: AttentionShape, scale_queries: Any) -> Any:
     """Transpose and scale the queries of a group; positions that its rows see; an empty state."""
     gather = make_gather_transposed(dtype="float32")
     plan, head_dim, rows_per_token = ScratchPlan(shape), shape.head_dim, shape.rows_per_token
@@ -124,37 +129,20 @@ def _build_begin(shape: AttentionShape) -> Any:
                 gather(scratch + row_lines + 8 * lane, 4 * dimension, queries + dimension * _ROW + 4 * lane, _ROW)
             store(state + _TOP + 4 * lane, splat(LOWEST))
             store(state + _SUM + 4 * lane, splat(0.0))
-        factor = splat(scale)
+        scale_queries(queries, scale)
         sums = scratch + sums_at + group * head_dim * _ROW
         for place in range(0, head_dim * _ROW, _VECTOR):
-            store(queries + place, multiply(load(queries + place), factor))
             store(sums + place, splat(0.0))
 
     return begin_group
 
 
-def _build_unpack(shape: AttentionShape) -> Any:
-    """Keys and values of a tile as float32 `[count][head_dim]` in scratch."""
-    load_kv = LOAD[shape.dtype]
-    plan, head_dim, value_bytes = ScratchPlan(shape), shape.head_dim, shape.value_bytes
-    lines_at, keys_at, values_at = plan.lines, plan.keys, plan.values
-
-    @kernel
-    def unpack(scratch: int, count: int, values_offset: int) -> None:
-        for index in range(count):
-            line: int = load_i64(scratch + lines_at, index)
-            place = scratch + index * 4 * head_dim
-            for dimension in range(0, head_dim, LANES):
-                store(place + keys_at + 4 * dimension, load_kv(line + value_bytes * dimension))
-                store(place + values_at + 4 * dimension, load_kv(line + values_offset + value_bytes * dimension))
-
-    return unpack
-
-
-def _build_tile(shape: AttentionShape) -> Any:
+def _build_tile(shape: AttentionShape, weigh_scores: Any) -> Any:
     """One tile of keys for one group."""
-    product = make_product(rows=_PANEL_ROWS, vectors=_PANEL_VECTORS)
-    softmax = _build_softmax(shape)
+    together = 2 if shape.bfloat16_dot else 1  # numbers that a product takes at once
+    product = make_product(rows=_PANEL_ROWS, vectors=_PANEL_VECTORS, pairs=shape.bfloat16_dot)
+    softmax = _build_softmax(weigh_scores)
+    depth, key_bytes = shape.head_dim // together, 4 * shape.head_dim // together
     plan, head_dim = ScratchPlan(shape), shape.head_dim
     queries_at, sums_at, states = plan.queries, plan.sums, plan.states
     keys_at, values_at, scores_at, panel_at = plan.keys, plan.values, plan.scores, plan.panel
@@ -167,14 +155,14 @@ def _build_tile(shape: AttentionShape) -> Any:
         for column in range(0, _ROW, 4 * _PANEL_COLUMNS):
             for key in range(0, count, _PANEL_ROWS):
                 product(
-                    scratch + keys_at + key * 4 * head_dim,
-                    4 * head_dim,
+                    scratch + keys_at + key * key_bytes,
+                    key_bytes,
                     4,
                     queries + column,
                     _ROW,
                     scores + key * _ROW + column,
                     _ROW,
-                    head_dim,
+                    depth,
                 )
         # Rows see the more keys, and begin the later, the further back they are.
         plain = load_f32(state + _END, 0) >= position + count and load_f32(state + _FIRST, last) <= position
@@ -190,7 +178,7 @@ def _build_tile(shape: AttentionShape) -> Any:
                     _ROW,
                     panel + 2 * _ROW + column,
                     _ROW,
-                    count,
+                    (count + together - 1) // together,
                 )
                 for place in range(column, column + 4 * _PANEL_COLUMNS, _VECTOR):
                     keep, join = load(panel + place), load(panel + _ROW + place)
@@ -202,7 +190,7 @@ def _build_tile(shape: AttentionShape) -> Any:
     return compute_tile
 
 
-def _build_softmax(shape: AttentionShape) -> Any:
+def _build_softmax(weigh_scores: Any) -> Any:
     """Scores of one vector of rows to weights; the factors that fold the tile into the state go to the panel."""
 
     @kernel
@@ -217,11 +205,7 @@ def _build_softmax(shape: AttentionShape) -> Any:
                 score = masked(load(scores + key * _ROW), splat(float(position + key)), first, end)
                 store(scores + key * _ROW, score)
                 top = larger(top, score)
-        total = splat(0.0)
-        for key in range(count):
-            weight = exp2(subtract(load(scores + key * _ROW), top))
-            store(scores + key * _ROW, weight)
-            total = add(total, weight)
+        total = weigh_scores(scores, top, count)
         before = load(state + _TOP)
         highest = larger(before, top)
         keep, join = exp2(subtract(before, highest)), exp2(subtract(top, highest))

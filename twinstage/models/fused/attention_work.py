@@ -42,6 +42,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int  # a multiple of 16
     dtype: str  # of keys and values
+    bfloat16_dot: bool = False  # all products are of bfloat16 numbers, summed in float32; `dtype` is then bfloat16
 
     @property
     def rows_per_token(self) -> int:

@@ -39,6 +39,18 @@ def format_of(precision: str, config: Mapping[str, Any]) -> WeightFormat:
     return WeightFormat.AFFINE8 if target().integer_dot and fits else WeightFormat.INT8
 
 
+def kv_dtype_of(precision: str) -> str:
+    """The number format in which keys and values are kept unless another is asked for."""
+    if precision == "fp32":
+        return "float32"
+    return "bfloat16" if target().bfloat16_dot else "float16"
+
+
+def has_bfloat16_dot(weight_format: WeightFormat, kv_dtype: str) -> bool:
+    """Whether attention multiplies bfloat16 numbers: where that is fast, and precision was given up for speed."""
+    return target().bfloat16_dot and kv_dtype == "bfloat16" and weight_format is not WeightFormat.FP32
+
+
 def pack_linear(weight: Floats, weight_format: WeightFormat) -> Iterator[tuple[str, NDArray[Any]]]:
     """What the kernels read of a weight `[outputs, k]`: ("", weights) and, save for fp32, ("_SCALE", scales)."""
     match weight_format:

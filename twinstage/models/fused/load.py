@@ -13,7 +13,7 @@ from twinstage.errors import ModelError, NotFusible, TwinstageError
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
 from twinstage.models.fused.attention_work import AttentionShape
-from twinstage.models.fused.formats import WeightFormat, format_of
+from twinstage.models.fused.formats import WeightFormat, format_of, has_bfloat16_dot, kv_dtype_of
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.model import FusedModel
 from twinstage.models.fused.native import LoadedProgram, NativeProgram
@@ -62,7 +62,7 @@ def load_fused(
     resolved: ResolvedModel,
     *,
     precision: str,
-    kv_dtype: str = "float32",
+    kv_dtype: str | None = None,
     threads: int | None = None,
     max_model_len: int | None = None,
     cache_directory: Path | None = None,
@@ -70,6 +70,7 @@ def load_fused(
 ) -> FusedModel:
     """Load with weights of `precision`, "fp32" or "int8", and KV in `kv_dtype`, on `threads` threads or all CPUs.
 
+    `kv_dtype` None is float32 with fp32, and with int8 the 16-bit format that this machine multiplies fastest.
     Raises NotFusible, ModelError and ConfigError.
     """
     report = progress or (lambda _message: None)
@@ -77,6 +78,7 @@ def load_fused(
     config = read_json_object(resolved.directory / "config.json")
     limit = effective_max_model_len(config, max_model_len)
     weight_format = format_of(precision, config)
+    kv_dtype = kv_dtype or kv_dtype_of(precision)
     cache = cache_directory or default_cache_directory()
     weights_key = _digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel))
     with _refusing(f"the weights of {resolved.name} cannot be packed"):
@@ -91,6 +93,7 @@ def load_fused(
         num_kv_heads=packed.spec.num_kv_heads,
         head_dim=packed.spec.head_dim,
         dtype=kv_dtype,
+        bfloat16_dot=has_bfloat16_dot(weight_format, kv_dtype),
     )
     with _refusing("its kernels cannot be compiled on this machine"):
         kernels_key = kernel_key(weight_format, shape)

@@ -73,6 +73,7 @@ class FusedModel:
             positions=max_model_len,
         )
         self._kv_dtype = attention.dtype
+        self._attention_numbers = "+bfloat16" if attention.bfloat16_dot else ""
         self._attention = AttentionWork(attention, num_threads=threads)
         self._table[StepField.ATTENTION] = self._attention.address
         self._scratch = AlignedMemory(self._scratch_bytes() * threads)
@@ -86,9 +87,10 @@ class FusedModel:
     def kv_layout(self, block_size: int) -> KvLayout:
         """The layout of this model's keys and values in blocks of `block_size` tokens.
 
-        Int8 weights give other keys and values, so their blocks are not exchanged with those of full precision.
+        Int8 weights and attention on bfloat16 give other keys and values, so their blocks are not exchanged with those
+        of full precision.
         """
-        suffix = "" if self.weight_format is WeightFormat.FP32 else f":{self.weight_format}"
+        suffix = "" if self.weight_format is WeightFormat.FP32 else f":{self.weight_format}{self._attention_numbers}"
         return KvLayout(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,

@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from twinstage.models.fused.bfloat16 import emit_dot
 from twinstage.models.fused.intrinsics import F32, I64, intrinsic
 from twinstage.models.fused.vectors import (
     F32_VECTOR,
@@ -36,13 +37,15 @@ _LOADERS: dict[str, Callable[[ir.IRBuilder, ir.Value], ir.Value]] = {
 VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def make_product(*, rows: int, vectors: int) -> Any:
+def make_product(*, rows: int, vectors: int, pairs: bool = False) -> Any:
     """An intrinsic `product(a, a_row, a_step, b, b_step, c, c_row, count)`; all int64, strides in bytes.
 
     `c[row][column] = sum over k < count of a[row, k] * b[k][column]` for `rows` rows and `vectors * LANES` columns of
-    float32; a[row, k] lies at `a + row * a_row + k * a_step`.
+    float32; a[row, k] lies at `a + row * a_row + k * a_step`. With `pairs`, each a and b is a pair of bfloat16 numbers
+    (`bfloat16.py`), and so a term of the sum two of them.
     """
-    name = f"twinstage_product_{rows}x{vectors}"
+    name = f"twinstage_product_{rows}x{vectors}{'_pairs' if pairs else ''}"
+    multiply_add = emit_dot if pairs else emit_fma_into
 
     def build(function: ir.Function) -> None:
         builder = ir.IRBuilder(function.append_basic_block())
@@ -58,15 +61,15 @@ def make_product(*, rows: int, vectors: int) -> Any:
                 value = emit_splat(builder, emit_load(builder, builder.add(here, row_offsets[row]), F32))
                 totals = sums[row * vectors : (row + 1) * vectors]
                 results += [
-                    emit_fma(builder, value, column, total) for column, total in zip(columns, totals, strict=True)
+                    multiply_add(builder, total, value, column) for column, total in zip(columns, totals, strict=True)
                 ]
             return results
 
-        sums = _loop(builder, count, [floats(0.0)] * (rows * vectors), step)
-        _store_rows(builder, sums, c, c_row, vectors)
+        sums = emit_loop(builder, count, [floats(0.0)] * (rows * vectors), step)
+        emit_store_rows(builder, sums, c, c_row, vectors)
         builder.ret_void()
 
-    return _intrinsic(name, 8, build)
+    return make_intrinsic(name, 8, build)
 
 
 def make_weighted_sum(*, rows: int, vectors: int, dtype: str) -> Any:
@@ -98,13 +101,13 @@ def make_weighted_sum(*, rows: int, vectors: int, dtype: str) -> Any:
             ]
             return [builder.fadd(total, weight) for total, weight in zip(carried, weights, strict=False)] + sums
 
-        results = _loop(builder, count, [floats(0.0)] * (rows * (1 + vectors)), step)
+        results = emit_loop(builder, count, [floats(0.0)] * (rows * (1 + vectors)), step)
         for row in range(rows):
             emit_store(builder, builder.add(totals, builder.mul(totals_row, _i64(row))), results[row])
-        _store_rows(builder, results[rows:], c, c_row, vectors)
+        emit_store_rows(builder, results[rows:], c, c_row, vectors)
         builder.ret_void()
 
-    return _intrinsic(name, 9, build)
+    return make_intrinsic(name, 9, build)
 
 
 def make_gather_transposed(*, dtype: str) -> Any:
@@ -122,11 +125,11 @@ def make_gather_transposed(*, dtype: str) -> Any:
         for line in range(LANES):
             address = emit_load(builder, builder.add(lines, _i64(8 * line)), I64)
             loaded.append(load(builder, builder.add(address, line_offset)))
-        for index, value in enumerate(_transposed(builder, loaded)):
+        for index, value in enumerate(emit_transposed(builder, loaded)):
             emit_store(builder, builder.add(out, builder.mul(out_row, _i64(index))), value)
         builder.ret_void()
 
-    return _intrinsic(f"twinstage_gather_{dtype}", 4, build)
+    return make_intrinsic(f"twinstage_gather_{dtype}", 4, build)
 
 
 def make_scatter_transposed() -> Any:
@@ -139,15 +142,20 @@ def make_scatter_transposed() -> Any:
             emit_load(builder, builder.add(source, builder.mul(source_row, _i64(index))), F32_VECTOR)
             for index in range(LANES)
         ]
-        for line, value in enumerate(_transposed(builder, loaded)):
+        for line, value in enumerate(emit_transposed(builder, loaded)):
             address = emit_load(builder, builder.add(lines, _i64(8 * line)), I64)
             emit_store(builder, builder.add(address, line_offset), value)
         builder.ret_void()
 
-    return _intrinsic("twinstage_scatter", 4, build)
+    return make_intrinsic("twinstage_scatter", 4, build)
 
 
-def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+def emit_fma_into(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Total + a * b, rounded once."""
+    return emit_fma(builder, a, b, total)
+
+
+def emit_transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """A square of `LANES` vectors transposed in log2(LANES) rounds, each swapping blocks of half the size."""
     size = LANES // 2
     while size:
@@ -163,7 +171,7 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
-def _intrinsic(name: str, arity: int, build: Callable[[ir.Function], None]) -> Any:
+def make_intrinsic(name: str, arity: int, build: Callable[[ir.Function], None]) -> Any:
     """An intrinsic of `arity` int64 arguments that calls a function of its own, written once per module."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -186,7 +194,7 @@ def _intrinsic(name: str, arity: int, build: Callable[[ir.Function], None]) -> A
     return intrinsic(of_arity[arity])
 
 
-def _loop(
+def emit_loop(
     builder: ir.IRBuilder,
     count: ir.Value,
     carried: list[ir.Value],
@@ -209,7 +217,7 @@ def _loop(
     return results
 
 
-def _store_rows(builder: ir.IRBuilder, values: list[ir.Value], c: ir.Value, c_row: ir.Value, vectors: int) -> None:
+def emit_store_rows(builder: ir.IRBuilder, values: list[ir.Value], c: ir.Value, c_row: ir.Value, vectors: int) -> None:
     for index, value in enumerate(values):
         row, column = divmod(index, vectors)
         emit_store(builder, builder.add(builder.add(c, builder.mul(c_row, _i64(row))), _i64(column * 4 * LANES)), value)

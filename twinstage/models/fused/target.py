@@ -36,6 +36,11 @@ class Target:
         listed = self.features.split(",")
         return "+avx512vnni" in listed or "+avxvnni" in listed or self.cpu.startswith(_WITH_INTEGER_DOT)
 
+    @property
+    def bfloat16_dot(self) -> bool:
+        """Whether one instruction multiplies and adds pairs of bfloat16 numbers, of whole registers (AVX512_BF16)."""
+        return self.lanes == 16 and ("+avx512bf16" in self.features.split(",") or self.cpu in _WITH_BFLOAT16_DOT)
+
 
 @cache
 def target() -> Target:
@@ -66,6 +71,7 @@ def missing_features() -> str:
 
 
 _WITH_INTEGER_DOT = ("cascadelake", "icelake", "sapphirerapids", "znver4", "znver5")
+_WITH_BFLOAT16_DOT = ("cooperlake", "sapphirerapids", "graniterapids", "znver4", "znver5")
 
 
 def _has_avx512(cpu: str) -> bool:

@@ -96,12 +96,16 @@ def emit_store_f16(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) ->
 
 def emit_store_bf16(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Store as bfloat16, rounded to nearest even; not a number stays that."""
+    emit_store(builder, address, builder.trunc(builder.lshr(emit_round_bf16(builder, value), ints(16)), I16_VECTOR))
+
+
+def emit_round_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round as `emit_store_bf16` does: 32-bit integers whose upper halves are the bfloat16 numbers."""
     bits = builder.bitcast(value, I32_VECTOR)
     odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
     rounded = builder.add(bits, builder.add(odd, ints(0x7FFF)))
     quiet = builder.or_(bits, ints(0x400000))
-    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-    emit_store(builder, address, builder.trunc(builder.lshr(chosen, ints(16)), I16_VECTOR))
+    return builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
 
 
 def emit_splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
