@@ -68,6 +68,18 @@ def test_bits_do_not_depend_on_the_batch(llama: FusedOnBlocks) -> None:
     np.testing.assert_array_equal(together, np.stack(alone))
 
 
+def test_chunks_that_do_not_sample_change_nothing(llama: FusedOnBlocks) -> None:
+    """The last layer is computed for the sampled rows alone; keys and values of the others are there all the same."""
+    prompts = [tokens(count, seed=count) for count in (40, 50, 25, 60)]
+    alone = np.stack([llama.logits(prompt) for prompt in prompts])
+    blocks = [llama.blocks(len(prompt)) for prompt in prompts]
+    ends = [21, 50, 24, 60]
+    some = llama.step(*(chunk(p, 0, end, b) for p, end, b in zip(prompts, ends, blocks, strict=True)))
+    np.testing.assert_array_equal(some, alone[[1, 3]])
+    rest = llama.step(chunk(prompts[0], 21, 40, blocks[0]), chunk(prompts[2], 24, 25, blocks[2]))
+    np.testing.assert_array_equal(rest, alone[[0, 2]])
+
+
 def test_bits_do_not_depend_on_chunks(llama: FusedOnBlocks) -> None:
     prompt = tokens(100)
     whole = llama.logits(prompt)

@@ -25,7 +25,8 @@ SPLIT_BELOW = 4  # fewer pairs (sequence, KV head) per thread than that: context
 KV, BLOCK_SIZE, BLOCK_BYTES, HEAD_BYTES, VALUES_OFFSET, LAYER_BYTES, NUM_LAYERS = range(7)
 TABLES, TABLE_STRIDE, STARTS, CONTEXTS, NUM_SEQUENCES, NUM_THREADS = range(7, 13)
 SCRATCH, SCRATCH_BYTES, COUNTERS, PENDING, PARTIALS, ITEMS, NUM_ITEMS = range(13, 20)
-HEADER = 20
+SAMPLED = 20  # the table of the rows that the last layer needs, or 0 when it needs all
+HEADER = 21
 
 # Fields of an item.
 SEQUENCE, KV_HEAD, FIRST_ROW, NUM_ROWS, FIRST_TILE, END_TILE, PAIR, PARTIAL = range(8)
@@ -115,13 +116,16 @@ class AttentionWork:
     Fill it for a step by `begin`; `plan` and `attention` of `attention.py` get `address`, which stays.
     """
 
-    def __init__(self, shape: AttentionShape, *, num_threads: int) -> None:
+    def __init__(
+        self, shape: AttentionShape, *, num_threads: int, scratch: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         self._shape = shape
         self._num_threads = num_threads
         self._table = np.zeros(HEADER, dtype=np.int64)
         self._sequences = self._tokens = self._positions = 0  # what there is room for
         self._layout: KvLayout | None = None
-        self._scratch = _aligned(num_threads * shape.scratch_bytes)
+        self._scratch = _aligned(num_threads * shape.scratch_bytes) if scratch is None else scratch
+        self._sampled: AttentionWork | None = None
         self._table[NUM_THREADS], self._table[SCRATCH_BYTES] = num_threads, shape.scratch_bytes
         self._table[SCRATCH] = self._scratch.ctypes.data
 
@@ -146,6 +150,18 @@ class AttentionWork:
             used = layout.blocks_for(context)
             self._block_tables[index, :used] = block_ids[:used]
         self._table[KV], self._table[NUM_SEQUENCES] = kv_address, len(chunks)
+
+    def begin_sampled(
+        self, chunks: Sequence[tuple[int, int, Sequence[int]]] | None, *, layout: KvLayout, kv_address: int
+    ) -> None:
+        """Name the tokens that the last layer computes, each a chunk of its own; None: all of the step."""
+        self._table[SAMPLED] = 0
+        if chunks is None:
+            return
+        if self._sampled is None:
+            self._sampled = AttentionWork(self._shape, num_threads=self._num_threads, scratch=self._scratch)
+        self._sampled.begin(chunks, layout=layout, kv_address=kv_address)
+        self._table[SAMPLED] = self._sampled.address
 
     def _describe(self, layout: KvLayout) -> None:
         head_bytes = layout.block_size * layout.head_dim * self._shape.value_bytes

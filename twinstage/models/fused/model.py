@@ -142,6 +142,8 @@ class FusedModel:
         self._make_room(rows, sampled, end)
         spans = [(len(chunk.token_ids), chunk.start + len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
         self._attention.begin(spans, layout=layout, kv_address=kv_address)
+        last = [(1, context, ids) for chunk, (_, context, ids) in zip(chunks, spans, strict=True) if chunk.samples]
+        self._attention.begin_sampled(None if sampled == rows else last, layout=layout, kv_address=kv_address)
         token_ids = self._buffers.array(StepField.TOKEN_IDS, np.int32, (rows,))
         positions = self._buffers.array(StepField.POSITIONS, np.int64, (rows,))
         sequences = self._buffers.array(StepField.SEQUENCES, np.int64, (rows,))

@@ -36,7 +36,7 @@ from twinstage.models.fused.linear import linear_f32, linear_int8
 from twinstage.models.fused.linear_vnni import linear_vnni
 from twinstage.models.fused.sync import barrier
 from twinstage.models.fused.tiles import PANEL
-from twinstage.models.fused.vectors import LANES, STORE, load
+from twinstage.models.fused.vectors import LANES, STORE, load, store
 
 _LAYER_BYTES = len(LayerField) * 8
 _KERNELS = {  # linear, embedding
@@ -112,12 +112,12 @@ def _make_position_and_store(shape: AttentionShape) -> Any:
     return position_and_store
 
 
-def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
+def _make_write_kv(linear: Any, shape: AttentionShape) -> Any:
     position_and_store = _make_position_and_store(shape)
 
     @kernel
-    def run_layer(table, index, first, end, scratch, thread):  # type: ignore[no-untyped-def]
-        """One decoder layer; `first .. end - 1` are this thread's rows of the passes between the linears."""
+    def write_kv(table, index, first, end, scratch, thread):  # type: ignore[no-untyped-def]
+        """The part of a layer that all rows need: queries, and keys and values in their blocks."""
         num_threads = load_i64(table, StepField.NUM_THREADS)
         sync = load_i64(table, StepField.SYNC)
         num_rows = load_i64(table, StepField.NUM_ROWS)
@@ -125,13 +125,9 @@ def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
         hidden = load_i64(table, StepField.HIDDEN)
         hidden_stride = load_i64(table, StepField.HIDDEN_STRIDE)
         hidden_size = load_i64(table, StepField.HIDDEN_SIZE)
-        hidden_panels = load_i64(table, StepField.HIDDEN_PANELS)
         normed = load_i64(table, StepField.NORMED)
-        epsilon = _float_field(table, StepField.EPSILON)
-        head_dim = load_i64(table, StepField.HEAD_DIM)
-        query_size = load_i64(table, StepField.NUM_HEADS) * head_dim
 
-        norm = load_i64(layer, LayerField.INPUT_NORM)
+        norm, epsilon = load_i64(layer, LayerField.INPUT_NORM), _float_field(table, StepField.EPSILON)
         rms_norm_rows(hidden, hidden_stride, hidden_size, norm, epsilon, normed, first, end)
         barrier(sync, num_threads)
 
@@ -146,8 +142,40 @@ def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
         position_and_store(table, layer, index, first, end)
         barrier(sync, num_threads)
 
+    return write_kv
+
+
+@kernel
+def _keep_sampled_rows(table):  # type: ignore[no-untyped-def]
+    """Move hidden states and queries of the sampled rows to the front: row numbers increase, so none is overwritten."""
+    hidden, hidden_bytes = load_i64(table, StepField.HIDDEN), load_i64(table, StepField.HIDDEN_STRIDE) * 4
+    qkv, qkv_bytes = load_i64(table, StepField.QKV), load_i64(table, StepField.QKV_PANELS) * PANEL * 4
+    query_bytes = load_i64(table, StepField.NUM_HEADS) * load_i64(table, StepField.HEAD_DIM) * 4
+    for sample in range(load_i64(table, StepField.NUM_SAMPLED)):
+        row = load_i64(load_i64(table, StepField.SAMPLED_ROWS), sample)
+        for place in range(0, hidden_bytes, 4 * LANES):
+            store(hidden + sample * hidden_bytes + place, load(hidden + row * hidden_bytes + place))
+        for place in range(0, query_bytes, 4 * LANES):
+            store(qkv + sample * qkv_bytes + place, load(qkv + row * qkv_bytes + place))
+
+
+def _make_finish_layer(linear: Any, attention: Any) -> Any:
+    @kernel
+    def finish_layer(table, index, work, num_rows, scratch, thread):  # type: ignore[no-untyped-def]
+        """The rest of a layer for the first `num_rows` rows, which are those of the table `work` of attention."""
+        num_threads = load_i64(table, StepField.NUM_THREADS)
+        first, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        sync = load_i64(table, StepField.SYNC)
+        layer = load_i64(table, StepField.LAYERS) + index * _LAYER_BYTES
+        hidden = load_i64(table, StepField.HIDDEN)
+        hidden_stride = load_i64(table, StepField.HIDDEN_STRIDE)
+        hidden_size = load_i64(table, StepField.HIDDEN_SIZE)
+        hidden_panels = load_i64(table, StepField.HIDDEN_PANELS)
+        normed = load_i64(table, StepField.NORMED)
+        query_size = load_i64(table, StepField.NUM_HEADS) * load_i64(table, StepField.HEAD_DIM)
+
         attention(
-            load_i64(table, StepField.ATTENTION), index, load_i64(table, StepField.QKV), qkv_panels * PANEL * 4,
+            work, index, load_i64(table, StepField.QKV), load_i64(table, StepField.QKV_PANELS) * PANEL * 4,
             load_i64(table, StepField.ATTENDED), _float_field(table, StepField.ATTENTION_SCALE),
             load_i64(layer, LayerField.WINDOW), thread,
         )  # fmt: skip
@@ -161,7 +189,7 @@ def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
         )  # fmt: skip
         barrier(sync, num_threads)
 
-        norm = load_i64(layer, LayerField.POST_NORM)
+        norm, epsilon = load_i64(layer, LayerField.POST_NORM), _float_field(table, StepField.EPSILON)
         rms_norm_rows(hidden, hidden_stride, hidden_size, norm, epsilon, normed, first, end)
         barrier(sync, num_threads)
 
@@ -185,12 +213,13 @@ def _make_layer(linear: Any, shape: AttentionShape, attention: Any) -> Any:
         )  # fmt: skip
         barrier(sync, num_threads)
 
-    return run_layer
+    return finish_layer
 
 
 def _make_step(linear: Any, embed: Any, shape: AttentionShape) -> Any:
     kernels = build_attention(shape)
-    plan, run_layer = kernels.plan, _make_layer(linear, shape, kernels.attention)
+    plan = kernels.plan
+    write_kv, finish_layer = _make_write_kv(linear, shape), _make_finish_layer(linear, kernels.attention)
 
     @kernel
     def step(table, thread):  # type: ignore[no-untyped-def]
@@ -208,17 +237,26 @@ def _make_step(linear: Any, embed: Any, shape: AttentionShape) -> Any:
             load_i64(table, StepField.TOKEN_IDS), load_i64(table, StepField.EMBEDDING),
             load_i64(table, StepField.EMBEDDING_SCALE), hidden_size, hidden, hidden_stride, first, end,
         )  # fmt: skip
+        work, num_layers = load_i64(table, StepField.ATTENTION), load_i64(table, StepField.NUM_LAYERS)
+        num_sampled, work_of_sampled = load_i64(table, StepField.NUM_SAMPLED), load_i64(work, w.SAMPLED)
         if thread == 0:  # before the barriers of the first layer
-            plan(load_i64(table, StepField.ATTENTION))
-        for index in range(load_i64(table, StepField.NUM_LAYERS)):
-            run_layer(table, index, first, end, scratch, thread)
+            plan(work)
+            if work_of_sampled != 0 and num_sampled > 0:
+                plan(work_of_sampled)
+        for index in range(num_layers):
+            write_kv(table, index, first, end, scratch, thread)
+            if index == num_layers - 1 and work_of_sampled != 0:
+                if thread == 0:
+                    _keep_sampled_rows(table)
+                barrier(sync, num_threads)
+                work, num_rows = work_of_sampled, num_sampled
+            if num_rows > 0:
+                finish_layer(table, index, work, num_rows, scratch, thread)
 
-        num_sampled = load_i64(table, StepField.NUM_SAMPLED)
         normed = load_i64(table, StepField.NORMED)
         for sample in range(num_sampled * thread // num_threads, num_sampled * (thread + 1) // num_threads):
-            row = load_i64(load_i64(table, StepField.SAMPLED_ROWS), sample)
-            rms_norm_row(
-                hidden + row * hidden_stride * 4, load_i64(table, StepField.FINAL_NORM), hidden_size,
+            rms_norm_row(  # either only sampled rows are left, or all rows are sampled
+                hidden + sample * hidden_stride * 4, load_i64(table, StepField.FINAL_NORM), hidden_size,
                 _float_field(table, StepField.EPSILON), normed + sample * hidden_size * 4,
             )  # fmt: skip
         barrier(sync, num_threads)
