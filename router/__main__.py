@@ -37,6 +37,7 @@ from twinstage.telemetry.process import (
     settle_after_start,
     stop_at_once_while_starting,
 )
+from twinstage.text.template_process import TemplateProcesses
 
 LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
 MIN_LIVE_GENERATIONS = 16  # also while no decode worker is ready: requests of one token need none
@@ -89,10 +90,11 @@ class Router:
 
     def _add_services(self) -> None:
         settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate
+        templates = TemplateProcesses(settings.tokenizer_threads)
         deadlines = Deadlines(default_s=settings.default_timeout, longest_s=settings.max_timeout)
         generation = Generation(
             workers=self.workers,
-            admission=Admission(self._executor),
+            admission=Admission(self._executor, templates),
             gate=generation_gate,
             live=self._live,
             deadlines=deadlines,
@@ -111,6 +113,7 @@ class Router:
             draining=self._draining,
             deadlines=deadlines,
             text_threads=self._text_threads,
+            templates=templates,
             trusts_chat_templates=settings.trust_request_chat_template,
         )
         self._health.attach(self._server)

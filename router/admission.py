@@ -27,6 +27,7 @@ from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest, Unimplemented
 from twinstage.text.chat_template import render_chat
+from twinstage.text.template_process import TemplateProcesses
 from twinstage.types import (
     AdmittedRequest,
     BatchPrompt,
@@ -162,12 +163,15 @@ def tokenize(prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
         case TokenPrompt():
             return prompt.token_ids
         case ChatPrompt():
-            # The template has written the special tokens already.
-            text = render_chat(model.tokenizer.bundle, prompt)
-            _check_characters(prompt, text, model)
-            return tuple(model.tokenizer.encode(text, add_special_tokens=False))
+            return _tokenize_rendered(prompt, render_chat(model.tokenizer.bundle, prompt), model)
         case BatchPrompt():
             raise Unimplemented("this version does not implement batch")
+
+
+def _tokenize_rendered(prompt: ChatPrompt, text: str, model: ServedModel) -> tuple[int, ...]:
+    _check_characters(prompt, text, model)
+    # The template has written the special tokens already.
+    return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _check_characters(prompt: Prompt, text: str, model: ServedModel) -> None:
@@ -263,10 +267,11 @@ def _size(prompt: Prompt | None) -> int:
 
 
 class Admission:
-    """Admits requests; tokenizes in `executor`, off the event loop."""
+    """Admits requests; tokenizes in `executor`, off the event loop, and renders requests' own templates elsewhere."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, templates: TemplateProcesses | None = None) -> None:
         self._executor = executor
+        self._templates = templates or TemplateProcesses()
 
     async def admit(
         self, raw: RawGenerationRequest, model: ServedModel, *, request_id: str, arrived_s: float, deadline_s: float
@@ -277,11 +282,7 @@ class Admission:
         """
         assert raw.prompt is not None
         started_s = time.monotonic()
-        loop = asyncio.get_running_loop()
-        if isinstance(raw.prompt, TokenPrompt):  # nothing to do, so nothing to wait for
-            token_ids = raw.prompt.token_ids
-        else:
-            token_ids = await loop.run_in_executor(self._executor, tokenize, raw.prompt, model)
+        token_ids = await self._token_ids(raw.prompt, model)
         tokenize_s = time.monotonic() - started_s
         limit = model.description.max_model_len
         check_length(field_of(raw.prompt), len(token_ids), stopping=raw.stopping, limit=limit)
@@ -299,6 +300,15 @@ class Admission:
             tokenize_s=tokenize_s,
             time_limit_s=raw.stopping.time_limit_s,
         )
+
+    async def _token_ids(self, prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
+        if isinstance(prompt, TokenPrompt):  # nothing to do, so nothing to wait for
+            return prompt.token_ids
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, ChatPrompt) and prompt.chat_template:
+            text = await self._templates.render(model.tokenizer.bundle, prompt)
+            return await loop.run_in_executor(self._executor, _tokenize_rendered, prompt, text, model)
+        return await loop.run_in_executor(self._executor, tokenize, prompt, model)
 
 
 def _resolve_spec(

@@ -86,8 +86,8 @@ class RouterSettings(ProcessSettings):
     )
     trust_request_chat_template: bool = Field(
         default=False,
-        description="Take chat templates from clients. A template is a program that runs in the router: it can use up "
-        "its time and memory.",
+        description="Take chat templates from clients. Each is a program; it runs in a process of its own that gets "
+        "little time and memory.",
     )
     max_connection_age: float = Field(
         default=1800.0,

@@ -20,6 +20,7 @@ from router.text_threads import TextThreads
 from router.workers import WorkerTable
 from twinstage.rpc.callers import Right
 from twinstage.rpc.health import OVERALL, HealthService
+from twinstage.text.template_process import TemplateProcesses
 from twinstage.types import Task
 from twinstage.v1 import admin_pb2_grpc, embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
@@ -45,6 +46,7 @@ def add_services(
     draining: asyncio.Event,
     deadlines: Deadlines,
     text_threads: TextThreads,
+    templates: TemplateProcesses,
     trusts_chat_templates: bool,
 ) -> None:
     """Put every public service on a server that has not been started. At `draining`, streams of inputs end."""
@@ -54,7 +56,7 @@ def add_services(
         EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines, draining=draining), server
     )
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-        TokenizerServicer(workers, door=door, threads=text_threads), server
+        TokenizerServicer(workers, door=door, threads=text_threads, templates=templates), server
     )
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(workers, live, gate=generation_gate), server)

@@ -1,4 +1,4 @@
-"""TokenizerService: what the router does with text, without inference. All of it runs in threads."""
+"""TokenizerService: what the router does with text, without inference. All of it runs in threads, or in processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from router.workers import WorkerTable
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_public import chat_prompt_from_proto
 from twinstage.text.chat_template import render_chat
+from twinstage.text.template_process import TemplateProcesses
 from twinstage.types import Task
 from twinstage.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -20,10 +21,11 @@ from twinstage.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Tokenize, Detokenize and RenderChat."""
 
-    def __init__(self, workers: WorkerTable, *, door: Door, threads: TextThreads) -> None:
+    def __init__(self, workers: WorkerTable, *, door: Door, threads: TextThreads, templates: TemplateProcesses) -> None:
         self._workers = workers
         self._door = door
         self._threads = threads
+        self._templates = templates
 
     def _model(self, name: str, task: Task | None = None) -> ServedModel:
         return find_model(self._workers.models, name, task=task)
@@ -62,8 +64,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._door.check_render(request)
         prompt = chat_prompt_from_proto(request)
 
+        own = await self._templates.render(tokenizer.bundle, prompt) if prompt.chat_template else None
+
         def render() -> tokenizer_pb2.RenderChatResponse:
-            text = render_chat(tokenizer.bundle, prompt)
+            text = render_chat(tokenizer.bundle, prompt) if own is None else own
             return tokenizer_pb2.RenderChatResponse(
                 text=text, token_ids=tokenizer.encode(text, add_special_tokens=False)
             )

@@ -1,7 +1,8 @@
 """Renders conversations with a model's chat template.
 
 Templates are Jinja programs that come with models and, in `chat_template`, from clients, so they run in a sandbox:
-attribute access is restricted, nothing outside can be changed, and results have a limit. What a template may use
+attribute access is restricted, nothing outside can be changed, and results have a limit. Time and memory have none:
+templates that nobody vouches for are run by `template_process`. What a template may use
 (filters, globals, whitespace rules, the `generation` block) is what Transformers' `apply_chat_template` offers.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -44,8 +46,24 @@ _EVALUATION_ERRORS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """A template, all that it is given, and the field to blame when it fails."""
+
+    template: str
+    variables: Mapping[str, Any]
+    blamed_field: str
+    continues: bool
+
+
 def render_chat(bundle: TokenizerBundle, prompt: ChatPrompt) -> str:
     """Render the prompt's conversation. Raises InvalidRequest that names the field to change."""
+    rendering = prepare(bundle, prompt)
+    return finish(rendering, run(rendering))
+
+
+def prepare(bundle: TokenizerBundle, prompt: ChatPrompt) -> Rendering:
+    """Everything that comes before the template runs. Raises InvalidRequest."""
     _check_messages(prompt)
     template_text = prompt.chat_template or bundle.chat_template
     if template_text is None:
@@ -56,8 +74,17 @@ def render_chat(bundle: TokenizerBundle, prompt: ChatPrompt) -> str:
     messages = _message_variables(prompt)
     if continues:
         messages[-1]["content"] += _END_OF_MESSAGE
-    rendered = _render(template_text, {**variables, "messages": messages}, blamed_field=blamed_field)
-    return _cut_at_end_of_message(rendered) if continues else rendered
+    return Rendering(
+        template=template_text,
+        variables={**variables, "messages": messages},
+        blamed_field=blamed_field,
+        continues=continues,
+    )
+
+
+def finish(rendering: Rendering, rendered: str) -> str:
+    """The prompt, from what the template gave. Raises InvalidRequest."""
+    return _cut_at_end_of_message(rendered) if rendering.continues else rendered
 
 
 def _check_messages(prompt: ChatPrompt) -> None:
@@ -110,11 +137,13 @@ def _cut_at_end_of_message(rendered: str) -> str:
     return text if rendered.startswith(_END_OF_MESSAGE, position) else text.rstrip()
 
 
-def _render(template_text: str, variables: Mapping[str, Any], *, blamed_field: str) -> str:
+def run(rendering: Rendering) -> str:
+    """Run the template. Raises InvalidRequest for all that can go wrong in it."""
     pieces: list[str] = []
+    blamed_field = rendering.blamed_field
     size = 0
     try:
-        for piece in _compiled(template_text).generate(variables):
+        for piece in _compiled(rendering.template).generate(rendering.variables):
             size += len(piece)
             if size > MAX_RENDERED_CHARACTERS:
                 raise SecurityError(f"the prompt exceeds {MAX_RENDERED_CHARACTERS} characters")
@@ -124,7 +153,7 @@ def _render(template_text: str, variables: Mapping[str, Any], *, blamed_field: s
             blamed_field, f"the chat template is wrong in line {error.lineno}: {_short(error.message)}"
         ) from error
     except _EVALUATION_ERRORS as error:
-        raise _invalid(blamed_field, f"the chat template refused the conversation: {_short(str(error))}") from error
+        raise _invalid(blamed_field, f"the chat template refused the conversation: {_short(_words(error))}") from error
     rendered = "".join(pieces)
     if not _is_unicode(rendered):
         raise _invalid(blamed_field, "gives text with half a surrogate pair, which is not Unicode")
@@ -141,6 +170,10 @@ def _is_unicode(text: str) -> bool:
 
 def _invalid(field: str, description: str) -> InvalidRequest:
     return InvalidRequest([FieldViolation(field, description)])
+
+
+def _words(error: Exception) -> str:
+    return str(error) or ("it needs too much memory" if isinstance(error, MemoryError) else "")
 
 
 def _short(text: str | None) -> str:
