@@ -98,9 +98,15 @@ class Router:
             gate=generation_gate,
             live=self._live,
             deadlines=deadlines,
+            policy=settings.failover_policy(),
         )
         embedding = Embedding(
-            workers=self.workers, executor=self._executor, gate=embedding_gate, live=self._live, deadlines=deadlines
+            workers=self.workers,
+            executor=self._executor,
+            gate=embedding_gate,
+            live=self._live,
+            deadlines=deadlines,
+            max_attempts=settings.failover_policy().max_attempts,
         )
         add_services(
             self._server,

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from router.discovery import WorkerSource, parse_source
+from router.failover import FailoverPolicy
 from twinstage.errors import ConfigError
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import read_shared_secrets
@@ -50,6 +51,25 @@ class RouterSettings(ProcessSettings):
         description="Seconds between load reports of a worker; after three without one it is taken for lost.",
     )
     lookup_interval: float = Field(default=5.0, gt=0, description="Seconds between look-ups of dns:/// names.")
+    failover: bool = Field(
+        default=True,
+        description="Try a request again elsewhere when a worker fails it, from the tokens on that it has. Without it, "
+        "the client gets UNAVAILABLE before the first token, and ABORTED with the number of tokens after it.",
+    )
+    max_attempts: int = Field(default=3, ge=1, le=100, description="Times that one request is tried at most.")
+    worker_wait: float = Field(
+        default=1.0,
+        ge=0,
+        description="Seconds that a request which a worker failed waits for one to come back when there is no other.",
+    )
+    resume_wait: float = Field(
+        default=10.0, ge=0, description="The same for a stream whose client has tokens, which it cannot ask for again."
+    )
+    poison_limit: int = Field(
+        default=2,
+        ge=2,
+        description="Workers that may be lost while they compute for a request; one that takes so many is refused.",
+    )
     tokenizer_threads: int = Field(default=2, ge=1, description="Threads that tokenize and render prompts.")
     max_message_bytes: int = Field(
         default=4 * 1024 * 1024,
@@ -127,6 +147,15 @@ class RouterSettings(ProcessSettings):
         else:
             secret = read_shared_secrets(self.worker_secret_file, flag="--worker-secret-file")[0]
         return Access(credentials=channel_credentials(files), token=secret, server_name=self.worker_tls_name)
+
+    def failover_policy(self) -> FailoverPolicy:
+        """How requests are tried again."""
+        return FailoverPolicy(
+            max_attempts=self.max_attempts if self.failover else 1,
+            poison_limit=self.poison_limit,
+            worker_wait_s=self.worker_wait,
+            resume_wait_s=self.resume_wait,
+        )
 
     def sources(self) -> list[WorkerSource]:
         """Where to find workers. Raises ConfigError when there is nowhere, or a value cannot be read."""

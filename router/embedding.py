@@ -29,7 +29,6 @@ from twinstage.rpc.clients import EncodedBatch
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Placement, RawEncodeRequest, Task, Timing, Usage
 
-MAX_ATTEMPTS = 3
 MAX_BATCH_INPUTS = 64
 MAX_BATCH_TOKENS = 4096  # padding included: inputs of similar length go together
 CALLS_PER_WORKER = 2  # one computes while the next one waits
@@ -77,8 +76,17 @@ class Embedding:
     """Serves embedding calls."""
 
     def __init__(
-        self, *, workers: WorkerTable, executor: Executor, gate: Gate, live: LiveRequests, deadlines: Deadlines
+        self,
+        *,
+        workers: WorkerTable,
+        executor: Executor,
+        gate: Gate,
+        live: LiveRequests,
+        deadlines: Deadlines,
+        max_attempts: int,
     ) -> None:
+        """`max_attempts`: of each batch."""
+        self._max_attempts = max_attempts
         self._workers = workers
         self._executor = executor
         self._gate = gate
@@ -178,7 +186,7 @@ class Embedding:
         avoided: frozenset[WorkerKey] = frozenset()
         error: TwinstageError | None = None
         num_tokens = sum(len(entry.token_ids) for entry in batch)
-        for _ in range(MAX_ATTEMPTS):
+        for _ in range(self._max_attempts):
             turn = next(_turns)
             demand = Demand(num_tokens=num_tokens, needs_decode=False)
             pair = place(demand, self._workers.snapshot(model), excluded=excluded, avoided=avoided, turn=turn)

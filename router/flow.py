@@ -17,9 +17,9 @@
     │◄──────────────┤
 
 Shorter ways    One token to generate: no reservation. First token ends it: the reservation is given back.
-A worker fails  The request is placed again, up to MAX_ATTEMPTS times, and goes on after the tokens it has: a token
-                depends on the seed and its position alone, so the continuation is the same. When no attempt is
-                left the client gets the error, or StreamBroken if it has tokens already.
+A worker fails  The request is placed again, as often as `failover` allows, and goes on after the tokens it has: a
+                token depends on the seed and its position alone, so the continuation is the same. When no attempt
+                is left the client gets the error, or StreamBroken if it has tokens already.
 An early end    A stop string, the time limit, an operator, the deadline, a client that went away: leaving the
                 scopes of an attempt cancels the prefill and ends the request on the decode worker. There is no
                 other way out of them.
@@ -33,9 +33,10 @@ import time
 from dataclasses import replace
 
 from router.attempt import AttemptFailed, Receiver, blaming, stand_by, unless_broken
+from router.failover import Attempts, FailoverPolicy, Probation, Trial, refused
 from router.live import LiveRequest
 from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent, SummaryEvent
-from router.placement import Demand, Pair, Refusal, WorkerKey, place
+from router.placement import Demand, Pair, Refusal, place
 from router.prefix_memory import PrefixTrail
 from router.tally import Tally
 from router.worker_entry import ServedModel, WorkerLife
@@ -43,17 +44,12 @@ from router.workers import WorkerTable
 from twinstage.errors import (
     DeadlineExceeded,
     InternalError,
-    KvExhausted,
-    NoWorker,
-    StreamBroken,
     TwinstageError,
 )
 from twinstage.lifecycle import CancelledOutcome, Failed, Finished, RouterPhase, router_lifecycle
 from twinstage.telemetry.log import get_logger
 from twinstage.text.stream import TextDelta, TextStream
-from twinstage.types import AdmittedRequest, Finish, FinishReason, RequestId, SequenceSpec, TokenChunk
-
-MAX_ATTEMPTS = 3
+from twinstage.types import AdmittedRequest, Finish, FinishReason, RequestId, Role, SequenceSpec, TokenChunk
 
 logger = get_logger(__name__)
 _turns = itertools.count()  # placements so far; equals take turns, and attempts have names of their own
@@ -72,6 +68,8 @@ class Flow:
         live: LiveRequest,
         queue_s: float,
         is_streamed: bool,
+        policy: FailoverPolicy,
+        probation: Probation,
     ) -> None:
         self._request = request
         self._model = model
@@ -79,6 +77,8 @@ class Flow:
         self._outbox = outbox
         self._live = live
         self._is_streamed = is_streamed
+        self._attempts = Attempts(policy, request_id=request.spec.request_id)
+        self._probation = probation
         self._tally = Tally(request, queue_s)
         self._lifecycle = router_lifecycle()
         self._text = TextStream(model.tokenizer, request.text, request.spec.min_tokens)
@@ -119,25 +119,36 @@ class Flow:
     # --- attempts ---------------------------------------------------------------------------------
 
     async def _attempt_until_done(self) -> Finish:
-        excluded: frozenset[WorkerKey] = frozenset()
-        avoided: frozenset[WorkerKey] = frozenset()
-        error: TwinstageError | None = None
-        for attempt in range(MAX_ATTEMPTS):
-            turn = next(_turns)
-            pair = self._place(turn, excluded=excluded, avoided=avoided)
-            if isinstance(pair, Refusal):
-                raise self._giving_up(error or _refused(pair, self._model))
-            try:
-                return await self._attempt(pair, turn, retries=attempt)
-            except AttemptFailed as failed:
-                error = failed.error
-                excluded |= failed.workers if failed.is_final else frozenset()
-                avoided |= failed.workers
-                logger.warning("attempt failed", error=str(error), reason=error.reason, tokens=len(self._token_ids))
-        assert error is not None
-        raise self._giving_up(error)
+        attempts = self._attempts
+        while not attempts.are_over:
+            async with self._probation.trial(self._model.name, attempts.suspected_on) as trial:
+                turn = next(_turns)
+                pair = await self._placed(turn)
+                try:
+                    return await self._attempt(pair, turn, trial)
+                except AttemptFailed as failed:
+                    attempts.failed(failed, trial, decode=pair.decode, tokens=len(self._token_ids))
+        assert attempts.error is not None
+        raise attempts.giving_up(attempts.error, tokens_sent=self._tokens_sent)
 
-    def _place(self, turn: int, *, excluded: frozenset[WorkerKey], avoided: frozenset[WorkerKey]) -> Pair | Refusal:
+    async def _placed(self, turn: int) -> Pair:
+        """A pair of workers, for which a request that has failed waits a moment when there is none."""
+        attempts = self._attempts
+        until_s = time.monotonic() + attempts.patience_s(tokens_sent=self._tokens_sent)
+        has_paused = False
+        while True:
+            pair = self._place(turn)
+            if isinstance(pair, Pair):
+                if has_paused or attempts.avoided.isdisjoint((pair.prefill, pair.decode)):
+                    return pair
+                has_paused = True
+                await attempts.pause()
+            elif pair is Refusal.TOO_LARGE or not await self._workers.changed(until_s=until_s):
+                raise attempts.giving_up(
+                    attempts.error or refused(pair, self._model.name), tokens_sent=self._tokens_sent
+                )
+
+    def _place(self, turn: int) -> Pair | Refusal:
         limit = self._model.description.max_model_len
         num_tokens = len(self._request.spec.prompt_token_ids) + len(self._token_ids)
         room = min(self._request.spec.max_tokens - len(self._token_ids), limit - num_tokens)
@@ -145,7 +156,8 @@ class Flow:
         # The first token comes from the prefill worker; the decode worker adds its KV when it makes the second.
         demand = Demand(num_tokens=num_tokens + 1, needs_decode=room > 1, held_tokens=held)
         snapshot = self._workers.snapshot(self._model)
-        pair = place(demand, snapshot, excluded=excluded, avoided=avoided, turn=turn)
+        self._attempts.look(candidate.key for candidate in (*snapshot.prefill, *snapshot.decode))
+        pair = place(demand, snapshot, excluded=self._attempts.excluded, avoided=self._attempts.avoided, turn=turn)
         if isinstance(pair, Pair):
             self._num_uncached = max(1, num_tokens - held.get(pair.prefill, 0))
         return pair
@@ -155,16 +167,12 @@ class Flow:
         """Prompt and output so far."""
         return (*self._request.spec.prompt_token_ids, *self._token_ids)
 
-    def _giving_up(self, error: TwinstageError) -> TwinstageError:
-        sent = self._text.num_tokens
-        if not self._is_streamed or not sent:
-            return error
-        return StreamBroken(
-            f"a worker failed after {sent} tokens had been sent, and the request could not be continued: {error}",
-            tokens_sent=sent,
-        )
+    @property
+    def _tokens_sent(self) -> int:
+        """Tokens that the client has."""
+        return self._text.num_tokens if self._is_streamed else 0
 
-    async def _attempt(self, pair: Pair, turn: int, *, retries: int) -> Finish:
+    async def _attempt(self, pair: Pair, turn: int, trial: Trial) -> Finish:
         """One try on one pair of workers, from reservation to last token."""
         with blaming(pair.prefill):
             prefill = self._workers.life(pair.prefill)
@@ -176,7 +184,7 @@ class Flow:
         self._tally.placed(
             prefill_worker=prefill.description.worker_id,
             decode_worker=decode.description.worker_id if decode is not None else "",
-            retries=retries,
+            retries=self._attempts.failures,
         )
         # A name of its own for each attempt: what is still under way for an earlier one cannot be taken for this one's.
         spec = replace(
@@ -189,15 +197,15 @@ class Flow:
                 self._lifecycle.advance(RouterPhase.RESERVING)
                 await asyncio.sleep(0)  # the wish for blocks goes out before the next call is made
             with self._trail.expected(self._sequence, pair.prefill, pair.decode):
-                finish = await self._prefill(spec, prefill, receiver)
+                finish = await self._prefill(spec, prefill, receiver, trial)
             if finish is None and receiver is not None:
-                finish = await self._decode(receiver)
+                finish = await self._decode(receiver, trial)
         if finish is None:
             raise InternalError(f"worker {prefill.key.worker_id} did not end a request of one token")
         return finish
 
     async def _prefill(
-        self, spec: SequenceSpec, prefill: WorkerLife, receiver: Receiver | None = None
+        self, spec: SequenceSpec, prefill: WorkerLife, receiver: Receiver | None, trial: Trial
     ) -> Finish | None:
         """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
         sequence = self._sequence
@@ -211,24 +219,29 @@ class Flow:
                 self._tally.reserved(queue_s)
                 call.give(grant)
             self._lifecycle.advance(RouterPhase.PREFILLING)
+            trial.computing(prefill.key)
             with prefill.ledger.placed(tokens=self._num_uncached):
                 first = await unless_broken(call.first_token(), receiver)
             self._tally.prefilled(first)
+            trial.progressed(Role.PREFILL)
             self._trail.went_to(sequence, prefill.key)
             finish = self._deliver(first.chunk)
             if finish is not None or receiver is None:
                 self._tally.ended_on_prefill()
                 return finish
+            trial.computing(receiver.worker.key)  # from here on its blocks may be complete at any time
             self._tally.handed_over(await unless_broken(call.handed_over(), receiver))
+            trial.left(prefill.key)
             self._trail.went_to(sequence, receiver.worker.key)
             return None
 
-    async def _decode(self, receiver: Receiver) -> Finish:
+    async def _decode(self, receiver: Receiver, trial: Trial) -> Finish:
         """The other tokens, as the decode worker makes them."""
         self._lifecycle.advance(RouterPhase.DECODING)
         while True:
             with blaming(receiver.worker.key):
                 update = await receiver.subscription.receive()
+            trial.progressed(Role.DECODE)
             if update.totals is not None:
                 self._tally.decoded(update.totals)
             finish = self._deliver(
@@ -278,10 +291,3 @@ class Flow:
                 placement=self._tally.placement,
             )
         )
-
-
-def _refused(refusal: Refusal, model: ServedModel) -> TwinstageError:
-    """What a client is told whose request cannot be placed."""
-    if refusal is Refusal.TOO_LARGE:
-        return KvExhausted(f"{refusal.value}; send a shorter one")
-    return NoWorker(f"{refusal.value} for model {model.name!r}; try again")

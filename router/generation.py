@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from router.admission import Admission, check_fields, kind_of
 from router.catalog import find_model
+from router.failover import FailoverPolicy, Probation
 from router.flow import Flow
 from router.gate import Gate
 from router.live import LiveRequest, LiveRequests
@@ -54,13 +55,22 @@ class Generation:
     """Opens generation calls."""
 
     def __init__(
-        self, *, workers: WorkerTable, admission: Admission, gate: Gate, live: LiveRequests, deadlines: Deadlines
+        self,
+        *,
+        workers: WorkerTable,
+        admission: Admission,
+        gate: Gate,
+        live: LiveRequests,
+        deadlines: Deadlines,
+        policy: FailoverPolicy,
     ) -> None:
         self._workers = workers
         self._admission = admission
         self._gate = gate
         self._live = live
         self._deadlines = deadlines
+        self._policy = policy
+        self._probation = Probation()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -124,6 +134,8 @@ class Generation:
                 live=call.live,
                 queue_s=queue_s,
                 is_streamed=call.is_streamed,
+                policy=self._policy,
+                probation=self._probation,
             )
             await flow.run()
 

@@ -58,6 +58,7 @@ class WorkerTable:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watchers: list[tuple[NameWatcher, asyncio.Task[None]]] = []
         self._tokenizers = TokenizerCache()
+        self._next_change = asyncio.Event()
         self.prefixes = PrefixMemory()
         self.resets = ResetBook()
 
@@ -93,6 +94,15 @@ class WorkerTable:
             if entry.life is not None and entry.life.key == key:
                 return entry.life
         raise WorkerLost(f"worker {key.worker_id} is lost")
+
+    async def changed(self, *, until_s: float) -> bool:
+        """Wait for the next change of a state or a model; False when none came until `until_s` (monotonic)."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._next_change.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -230,6 +240,8 @@ class WorkerTable:
             self._settle(name, members)
         for entry in self._entries.values():
             self._log_state(entry)
+        self._next_change.set()
+        self._next_change = asyncio.Event()
         self._on_change()
 
     def _settle(self, name: str, members: Sequence[WorkerLife]) -> None:

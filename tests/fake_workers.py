@@ -111,6 +111,7 @@ class Script:
         self._errors: dict[str, list[TwinstageError]] = {}
         self._stalls: dict[str, list[tuple[asyncio.Event, TwinstageError | None]]] = {}
         self._reached: dict[str, asyncio.Event] = {}
+        self._slow: dict[str, float] = {}
 
     def fail(self, phase: str, error: TwinstageError, *, times: int = 1) -> None:
         self._errors.setdefault(phase, []).extend([error] * times)
@@ -121,12 +122,18 @@ class Script:
         self._stalls.setdefault(phase, []).append((event, then))
         return event
 
+    def slow(self, phase: str, *, seconds: float) -> None:
+        """Every request takes so long in `phase`."""
+        self._slow[phase] = seconds
+
     def reached(self, phase: str) -> asyncio.Event:
         """Set once a request has come to `phase`."""
         return self._reached.setdefault(phase, asyncio.Event())
 
     async def enter(self, phase: str) -> None:
         self.reached(phase).set()
+        if phase in self._slow:
+            await asyncio.sleep(self._slow[phase])
         if self._errors.get(phase):
             raise self._errors[phase].pop(0)
         if self._stalls.get(phase):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fake_workers import FakeCluster, expected_token, until
 from router.admission import Admission
 from router.discovery import parse_source
+from router.failover import FailoverPolicy
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
@@ -90,7 +91,9 @@ def expected_text(cluster: FakeCluster, count: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(prefill: int = 1, decode: int = 1, max_live: int = 64, **options: object) -> AsyncIterator[Rig]:
+async def running(
+    prefill: int = 1, decode: int = 1, max_live: int = 64, policy: FailoverPolicy | None = None, **options: object
+) -> AsyncIterator[Rig]:
     async with FakeCluster(prefill=prefill, decode=decode, **options) as cluster:  # type: ignore[arg-type]
         workers = WorkerTable(report_interval_s=0.3)
         workers.start([parse_source(address) for address in cluster.addresses])
@@ -102,6 +105,8 @@ async def running(prefill: int = 1, decode: int = 1, max_live: int = 64, **optio
             gate=Gate(max_live=max_live, max_queued=64),
             live=live,
             deadlines=Deadlines(default_s=30, longest_s=60),
+            # What no worker comes back for fails soon.
+            policy=policy or FailoverPolicy(worker_wait_s=0.3, resume_wait_s=0.3),
         )
         try:
             await until(lambda: _all_ready(workers, prefill=prefill, decode=decode), what="all workers ready")

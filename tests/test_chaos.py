@@ -158,6 +158,9 @@ def test_the_judge_takes_fitting_statuses_and_no_others() -> None:
     assert _kinds(_failed(code.ABORTED, tokens=2, **broken)) == ["wrong status"]
     assert _kinds(_failed(code.INTERNAL), FaultKind.KILL) == ["wrong status"]
     assert _kinds(_failed(code.CANCELLED), FaultKind.KILL) == ["wrong status"]
+    poisoned = {"reason": "POISONED_REQUEST"}
+    assert _kinds(_failed(code.INTERNAL, **poisoned), FaultKind.KILL, FaultKind.STOP) == []
+    assert _kinds(_failed(code.INTERNAL, **poisoned), FaultKind.KILL) == ["wrong status"]
     wrong_beginning = _failed(code.ABORTED, tokens=2, **broken)
     wrong_beginning.received.token_ids[0] = 9
     assert _kinds(wrong_beginning, FaultKind.KILL) == ["wrong tokens"]

@@ -16,6 +16,7 @@
     │   ├── WorkerLost             a worker went away
     │   └── ComputeFailed          the model failed while computing this request
     ├── StreamBroken               lost after tokens had been sent
+    ├── PoisonedRequest            workers die of this request
     ├── DeadlineExceeded           the time is up
     ├── Cancelled                  the caller went away, or an operator ended the request
     ├── TransferError              the hand-over failed
@@ -174,6 +175,12 @@ class StreamBroken(TwinstageError):
     def __init__(self, message: str, *, tokens_sent: int) -> None:
         self.tokens_sent = tokens_sent
         super().__init__(message)
+
+
+class PoisonedRequest(TwinstageError):
+    """Workers died while they computed for this request, and no other one is let have it."""
+
+    reason = "POISONED_REQUEST"
 
 
 class DeadlineExceeded(TwinstageError):

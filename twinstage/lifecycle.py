@@ -76,7 +76,7 @@ Phase = TypeVar("Phase", bound=enum.Enum)
 
 ROUTER_TRANSITIONS: Mapping[RouterPhase, frozenset[RouterPhase]] = {
     RouterPhase.ADMITTED: frozenset({RouterPhase.PLACED}),
-    RouterPhase.PLACED: frozenset({RouterPhase.RESERVING, RouterPhase.PREFILLING}),
+    RouterPhase.PLACED: frozenset({RouterPhase.RESERVING, RouterPhase.PREFILLING, RouterPhase.PLACED}),
     RouterPhase.RESERVING: frozenset({RouterPhase.PREFILLING, RouterPhase.PLACED}),
     RouterPhase.PREFILLING: frozenset({RouterPhase.DECODING, RouterPhase.PLACED}),
     RouterPhase.DECODING: frozenset({RouterPhase.PLACED}),

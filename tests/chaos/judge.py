@@ -14,6 +14,7 @@ from twinstage.v1 import common_pb2
 
 EARLY_S = 0.05  # by which a deadline may strike before the client's own clock says so
 LATE_S = 3.0  # after its deadline or its cancellation, a call has ended, also on a busy machine
+DEATHS_OF_A_POISON = 2  # the router cannot tell faults that hit one request twice from a request that kills workers
 LONG_S = 10.0  # a deadline from here on is only reached by what hangs
 
 
@@ -137,5 +138,9 @@ def _wrong_status(
                 yield "wrong status", f"nothing was broken, but {named}"
             if failure.tokens_sent != len(observation.received.token_ids):
                 yield "wrong status", f"{failure.tokens_sent} tokens sent according to {named}"
+        case grpc.StatusCode.INTERNAL if failure.reason == "POISONED_REQUEST":
+            causes = [done for done in saboteur.done if done.may_explain(observation.began_s, observation.ended_s)]
+            if len(causes) < DEATHS_OF_A_POISON:
+                yield "wrong status", f"it cannot have lost so many workers, but {named}"
         case _:
             yield "wrong status", f"not a status for this: {named}"

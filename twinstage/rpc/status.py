@@ -34,6 +34,7 @@ from twinstage.errors import (
     NotFound,
     Overloaded,
     PermissionDenied,
+    PoisonedRequest,
     StreamBroken,
     TaskNotSupported,
     TransferError,
@@ -71,6 +72,7 @@ CODES: Mapping[type[TwinstageError], grpc.StatusCode] = {
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     StreamBroken: grpc.StatusCode.ABORTED,
+    PoisonedRequest: grpc.StatusCode.INTERNAL,  # no client repeats it by itself
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Cancelled: grpc.StatusCode.CANCELLED,
     TransferError: grpc.StatusCode.UNAVAILABLE,

@@ -1,0 +1,164 @@
+"""Failover: what a request has gone through, and whether, where and when it is tried again.
+
+    Attempts    of one request: its failures, whom it does not go back to, and the error that it ends with
+    Probation   of the router: suspects compute one at a time, so that the next death of a worker names its cause
+    Trial       one attempt: on which workers it may be what kills them
+
+A request that is there when a worker dies may be the reason for it, and so may be everyone else who was there. All of
+them become suspects and are tried again, but one after the other, until each has come past the point at which its
+worker died: an innocent one needs a prefill and a token for that. When a worker dies of a suspect that was alone, and
+it is not its first one, the request is poison. It is refused, and nobody else is. A death is a connection that ended or
+a worker that fell silent; a router cannot tell a network's failure from it, which is why one is no proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from router.attempt import AttemptFailed
+from router.backoff import Backoff
+from router.placement import Refusal, WorkerKey
+from twinstage.errors import KvExhausted, NoWorker, PoisonedRequest, StreamBroken, TwinstageError, WorkerLost
+from twinstage.telemetry.log import get_logger
+from twinstage.types import RequestId, Role, WorkerId
+
+PROBATION_WAIT_S = 5.0  # then a suspect goes on beside another one that takes so long
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverPolicy:
+    """What the operator chose.
+
+    `worker_wait_s`: how long a request that failed waits for a worker to come back when there is no other one, and
+    `resume_wait_s` once its client has tokens, which it cannot ask for again.
+    """
+
+    max_attempts: int = 3
+    poison_limit: int = 2
+    worker_wait_s: float = 1.0
+    resume_wait_s: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One attempt, while it lasts. `is_alone`: no other suspect computes meanwhile."""
+
+    suspected_on: Role | None  # where the last worker died; None: nowhere yet
+    is_alone: bool = False
+    exposed: set[WorkerKey] = field(default_factory=set)  # workers that compute for the request now
+    _turn: asyncio.Lock | None = None
+
+    def computing(self, worker: WorkerKey) -> None:
+        """From now on the request may be what kills `worker`."""
+        self.exposed.add(worker)
+
+    def left(self, worker: WorkerKey) -> None:
+        """The worker is done with the request."""
+        self.exposed.discard(worker)
+
+    def progressed(self, role: Role) -> None:
+        """A token came from a worker of this role: a suspect that came past where its worker died may have company."""
+        if role is self.suspected_on or role is Role.DECODE:
+            self.end()
+
+    def end(self) -> None:
+        """Let the next suspect have its turn. Idempotent."""
+        self.is_alone = False
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
+
+
+class Probation:
+    """The turns of suspects, for each model by its name. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    @contextlib.asynccontextmanager
+    async def trial(self, model: str, suspected_on: Role | None) -> AsyncIterator[Trial]:
+        """The scope of an attempt. A suspect waits for its turn, but not longer than PROBATION_WAIT_S."""
+        trial = Trial(suspected_on)
+        if suspected_on is not None:
+            turn = self._turns.setdefault(model, asyncio.Lock())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBATION_WAIT_S):
+                    await turn.acquire()
+                trial.is_alone, trial._turn = True, turn
+        try:
+            yield trial
+        finally:
+            trial.end()
+
+
+class Attempts:
+    """The history of one request."""
+
+    def __init__(self, policy: FailoverPolicy, *, request_id: RequestId) -> None:
+        self._policy = policy
+        self._request_id = request_id
+        self._backoff = Backoff()
+        self.failures = 0
+        self.error: TwinstageError | None = None  # of the last attempt
+        self.excluded: frozenset[WorkerKey] = frozenset()  # gone for this request
+        self.avoided: frozenset[WorkerKey] = frozenset()  # taken when there is no other
+        self.suspected_on: Role | None = None
+        self._took: list[WorkerId] = []  # workers that died while they computed for the request
+
+    def failed(self, failed: AttemptFailed, trial: Trial, *, decode: WorkerKey | None, tokens: int) -> None:
+        """Take note of a failure. Raises PoisonedRequest when this death is the request's own doing."""
+        self.failures += 1
+        self.error = failed.error
+        self.excluded |= failed.workers if failed.is_final else frozenset()
+        self.avoided |= failed.workers
+        logger.warning("attempt failed", error=str(self.error), reason=self.error.reason, tokens=tokens)
+        died = failed.workers & trial.exposed if isinstance(failed.error, WorkerLost) else frozenset()
+        if not died:
+            return
+        self.suspected_on = Role.DECODE if decode in died else Role.PREFILL
+        self._took += [worker.worker_id for worker in died]
+        if trial.is_alone and len(self._took) >= self._policy.poison_limit:
+            logger.error("poisoned request refused", request_id=self._request_id, workers=self._took, tokens=tokens)
+            raise PoisonedRequest(
+                f"{len(self._took)} workers were lost while they computed for this request, the last one for it alone; "
+                f"it is not tried again"
+            )
+
+    @property
+    def are_over(self) -> bool:
+        return self.failures >= self._policy.max_attempts
+
+    def patience_s(self, *, tokens_sent: int) -> float:
+        """How long to wait for a worker. A request that has not failed is refused at once: another router may do."""
+        if self.error is None:
+            return 0.0
+        return self._policy.resume_wait_s if tokens_sent else self._policy.worker_wait_s
+
+    def look(self, present: Iterable[WorkerKey]) -> None:
+        """These workers are there now. Who is gone and comes back, be it as the same one, has another chance."""
+        self.excluded &= frozenset(present)
+
+    async def pause(self) -> None:
+        """Before going back to a worker that has failed the request: longer each time."""
+        await self._backoff.wait()
+
+    def giving_up(self, error: TwinstageError, *, tokens_sent: int) -> TwinstageError:
+        """What the client is told."""
+        if not tokens_sent:
+            return error
+        return StreamBroken(
+            f"a worker failed after {tokens_sent} tokens had been sent, and the request was not continued: {error}",
+            tokens_sent=tokens_sent,
+        )
+
+
+def refused(refusal: Refusal, model: str) -> TwinstageError:
+    """What a client is told whose request cannot be placed."""
+    if refusal is Refusal.TOO_LARGE:
+        return KvExhausted(f"{refusal.value}; send a shorter one")
+    return NoWorker(f"{refusal.value} for model {model!r}; try again")

@@ -1,0 +1,199 @@
+"""When a request is tried again, and when it is not: attempts are bounded, and one that kills workers is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from fake_workers import FakeDecode, FakePrefill, until
+from flow_rig import Rig, expected_text, request, running
+from router.attempt import AttemptFailed
+from router.failover import Attempts, FailoverPolicy, Probation
+from router.placement import WorkerKey
+from twinstage.errors import ComputeFailed, NoWorker, PoisonedRequest, StreamBroken, WorkerLost
+from twinstage.types import RequestId, Role, TextPrompt, WorkerId
+
+POISON = "poison"
+PATIENT = FailoverPolicy(worker_wait_s=5.0, resume_wait_s=5.0)
+OFF = FailoverPolicy(max_attempts=1)
+
+
+async def dying_of_poison(worker: FakePrefill | FakeDecode) -> None:
+    """Kill the worker whenever it computes for the poison, and start it again."""
+    marked = tuple(POISON.encode())
+    while True:
+        await until(lambda: worker.address and _computes(worker, len(marked)), what="poison", timeout_s=60)
+        await asyncio.sleep(0.05)  # for those who are there, too
+        await worker.kill()
+        if isinstance(worker, FakePrefill):
+            worker.specs.clear()
+            worker.running.clear()
+        await asyncio.sleep(0.05)
+        await worker.restart()
+
+
+def _computes(worker: FakePrefill | FakeDecode, length: int) -> bool:
+    if isinstance(worker, FakePrefill):
+        return any(len(spec.prompt_token_ids) == length for spec in worker.specs)
+    running = (reservation for reservation in worker.reservations.values() if reservation.task is not None)
+    return any(len(reservation.spec.prompt_token_ids) == length for reservation in running)
+
+
+@contextlib.asynccontextmanager
+async def poisonable(rig: Rig, role: Role) -> AsyncIterator[None]:
+    """Workers of a role that compute slowly enough to be killed, and die of the poison."""
+    workers = rig.cluster.prefill if role is Role.PREFILL else rig.cluster.decode
+    for worker in workers:
+        worker.script.slow("first_token" if role is Role.PREFILL else "decode", seconds=0.1)
+    watchers = [asyncio.create_task(dying_of_poison(worker)) for worker in workers]
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_poisoned_request_is_refused_and_those_beside_it_live(role: Role) -> None:
+    async with running(prefill=2, decode=2, policy=PATIENT) as rig:
+        with capture_logs() as logs:
+            async with poisonable(rig, role):
+                innocent = [asyncio.create_task(rig.collect(request(6))) for _ in range(6)]
+                poisoned = request(6, prompt=TextPrompt(text=POISON), request_id="the-poison")
+                with pytest.raises(PoisonedRequest, match="2 workers"):
+                    await rig.collect(poisoned)
+                answers = await asyncio.gather(*innocent)
+        assert [answer.text for answer in answers] == [expected_text(rig.cluster, 6)] * 6
+        assert any(answer.summary.placement.retries for answer in answers), "some were there when a worker died"
+        named = [entry for entry in logs if entry["event"] == "poisoned request refused"]
+        assert [entry["request_id"] for entry in named] == ["the-poison"]
+        assert len(named[0]["workers"]) == 2
+        assert all(name.startswith(role.value) for name in named[0]["workers"])
+
+
+async def test_an_innocent_request_may_see_as_many_deaths_as_a_poison_in_company() -> None:
+    """Two deaths of its workers, but the second one when it had come past the point of the first."""
+    worker, other = WorkerKey(WorkerId("a"), 1), WorkerKey(WorkerId("b"), 1)
+    attempts, probation = Attempts(FailoverPolicy(), request_id=RequestId("r")), Probation()
+    for key, progresses in ((worker, False), (other, True)):
+        async with probation.trial("model", attempts.suspected_on) as trial:
+            trial.computing(key)
+            if progresses:
+                trial.progressed(Role.DECODE)
+            failure = AttemptFailed(WorkerLost("gone"), frozenset({key}))
+            attempts.failed(failure, trial, decode=key, tokens=3)
+    assert attempts.failures == 2
+    async with probation.trial("model", attempts.suspected_on) as trial:
+        trial.computing(worker)
+        with pytest.raises(PoisonedRequest):
+            attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({worker})), trial, decode=worker, tokens=3)
+
+
+async def test_suspects_have_their_turn_one_after_the_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.failover.PROBATION_WAIT_S", 0.1)
+    probation = Probation()
+    async with probation.trial("model", Role.PREFILL) as first:
+        assert first.is_alone
+        async with probation.trial("another", Role.PREFILL) as elsewhere, probation.trial("model", None) as fresh:
+            assert (elsewhere.is_alone, fresh.is_alone) == (True, False)
+        async with probation.trial("model", Role.DECODE) as second:
+            assert not second.is_alone, "it has waited long enough"
+        first.progressed(Role.PREFILL)
+        async with probation.trial("model", Role.DECODE) as third:
+            third.progressed(Role.PREFILL)
+            assert third.is_alone, "its worker died on the other leg"
+
+
+async def test_a_failure_of_the_model_is_no_death() -> None:
+    async with running(prefill=2, decode=1) as rig:
+        for worker in rig.cluster.prefill:
+            worker.script.fail("first_token", ComputeFailed("always"), times=9)
+        with pytest.raises(ComputeFailed):
+            await rig.collect(request(8))
+
+
+# --- attempts -------------------------------------------------------------------------------------
+
+
+async def test_without_failover_a_request_is_tried_once() -> None:
+    async with running(prefill=2, decode=2, policy=OFF) as rig:
+        for worker in rig.cluster.prefill:
+            worker.script.fail("first_token", WorkerLost("gone"))
+        with pytest.raises(WorkerLost, match="gone"):
+            await rig.collect(request(8))
+        assert sum(len(worker.specs) for worker in rig.cluster.prefill) == 1
+        for worker in rig.cluster.prefill:
+            worker.script = type(worker.script)()
+        for worker in rig.cluster.decode:
+            worker.script.fail("decode 3", WorkerLost("gone"))
+            worker.script.slow("decode", seconds=0.05)
+        with pytest.raises(StreamBroken, match="gone") as caught:
+            await rig.collect(request(8))
+        assert caught.value.tokens_sent == 3
+
+
+async def test_attempts_are_as_many_as_the_operator_says() -> None:
+    async with running(policy=FailoverPolicy(max_attempts=5)) as rig:
+        rig.cluster.prefill[0].script.fail("first_token", ComputeFailed("always"), times=9)
+        with pytest.raises(ComputeFailed):
+            await rig.collect(request(8))
+        assert len(rig.cluster.prefill[0].specs) == 5
+
+
+# --- waiting for a worker -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_request_waits_for_its_only_worker_to_come_back(role: Role) -> None:
+    async with running(policy=PATIENT) as rig:
+        worker = rig.cluster.prefill[0] if role is Role.PREFILL else rig.cluster.decode[0]
+        phase = "first_token" if role is Role.PREFILL else "decode 3"
+        worker.script.stall(phase)
+        call = asyncio.create_task(rig.collect(request(8)))
+        await worker.script.reached(phase).wait()
+        await worker.kill()
+        await asyncio.sleep(0.3)
+        assert not call.done()
+        await worker.restart()
+        answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+
+
+async def test_a_worker_that_was_only_out_of_reach_has_another_chance() -> None:
+    async with running(policy=PATIENT) as rig:
+        worker = rig.cluster.prefill[0]
+        worker.script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await worker.script.reached("first_token").wait()
+        epoch = worker.description.epoch
+        await worker.kill()
+        await asyncio.sleep(0.2)
+        await worker.start()
+        assert (await call).text == expected_text(rig.cluster, 8)
+        assert worker.description.epoch == epoch
+
+
+async def test_the_wait_for_a_worker_is_bounded_by_its_own_time_and_by_the_deadline() -> None:
+    policy = FailoverPolicy(worker_wait_s=0.4, resume_wait_s=30.0)
+    async with running(policy=policy) as rig:
+        worker = rig.cluster.prefill[0]
+        worker.script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await worker.script.reached("first_token").wait()
+        began_s = time.monotonic()
+        await worker.kill()
+        worker.running.clear()
+        with pytest.raises(WorkerLost):
+            await call
+        assert 0.4 <= time.monotonic() - began_s < 5.0
+        began_s = time.monotonic()
+        with pytest.raises(NoWorker):
+            await rig.collect(request(8))
+        assert time.monotonic() - began_s < 0.4, "a request that has not failed is refused at once"
