@@ -193,10 +193,10 @@ class Flow:
             resumed_token_ids=tuple(self._token_ids),
         )
         with stand_by(decode, spec, sender=prefill, deadline_s=self._remaining_s) as receiver:
-            if receiver is not None:
-                self._lifecycle.advance(RouterPhase.RESERVING)
-                await asyncio.sleep(0)  # the wish for blocks goes out before the next call is made
             with self._trail.expected(self._sequence, pair.prefill, pair.decode):
+                if receiver is not None:
+                    self._lifecycle.advance(RouterPhase.RESERVING)
+                    await asyncio.sleep(0)  # the wish for blocks goes out before the next call is made
                 finish = await self._prefill(spec, prefill, receiver, trial)
             if finish is None and receiver is not None:
                 finish = await self._decode(receiver, trial)
