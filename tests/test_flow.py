@@ -372,8 +372,8 @@ async def test_silent_worker_is_lost_although_its_connection_stands() -> None:
         worker = rig.cluster.prefill[0]
         worker.script.stall("first_token")
         worker.script.stall("load")
-        with pytest.raises(WorkerLost):
-            await rig.collect(request(8))
+        answer = await rig.collect(request(8))
+        assert answer.summary.placement.retries == 1, "the first attempt would have waited for ever"
 
 
 async def test_decode_worker_killed_while_prefill_computes_is_replaced_at_once() -> None:
