@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from router.admission import Admission
@@ -59,10 +59,8 @@ class Router:
         self._health = HealthService(SERVICE_NAMES)
         self._live = LiveRequests()
         self._draining = asyncio.Event()
-        self._generation_gate = Gate(max_live=self._max_live_generations, max_queued=settings.max_queued_requests)
-        self._embedding_gate = Gate(
-            max_live=settings.max_live_requests or MAX_LIVE_EMBEDDINGS, max_queued=settings.max_queued_requests
-        )
+        self._generation_gate = self._make_gate(self._max_live_generations)
+        self._embedding_gate = self._make_gate(lambda: settings.max_live_requests or MAX_LIVE_EMBEDDINGS)
         self.workers = WorkerTable(
             report_interval_s=settings.report_interval,
             lookup_interval_s=settings.lookup_interval,
@@ -79,6 +77,14 @@ class Router:
         )
         self._add_services()
         self.port = 0
+
+    def _make_gate(self, max_live: Callable[[], int]) -> Gate:
+        return Gate(
+            max_live=max_live,
+            max_queued=self._settings.max_queued_requests,
+            max_wait_s=self._settings.max_queue_wait,
+            weights=self._settings.caller_weights,
+        )
 
     def _interceptors(self) -> list[CallerInterceptor]:
         path = self._settings.tokens_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,18 @@ class RouterSettings(ProcessSettings):
         "hold, so that the next ones are computed and handed over while those run.",
     )
     max_queued_requests: int = Field(default=256, ge=0, description="Requests that may wait; more are refused.")
+    max_queue_wait: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that a request may wait for its turn; one that would wait longer is refused at once. Set "
+        "it to what clients can wait for their first token: those who are let in then have a use for their answers.",
+    )
+    caller_weights: Annotated[dict[str, float], NoDecode] = Field(
+        default={},
+        description="Share of a caller beside others when requests wait, as NAME=WEIGHT; 1 for those that are not "
+        "named. Repeat the flag, or separate by commas. Who calls is said by the token, else by the metadata x-caller, "
+        "else by the host.",
+    )
     default_timeout: float = Field(
         default=600.0, gt=0, description="Seconds that a request may take whose client sets no deadline."
     )
@@ -133,6 +146,20 @@ class RouterSettings(ProcessSettings):
         if soft_limit == resource.RLIM_INFINITY:
             soft_limit = MOST_OPEN_FILES
         return self.max_connections or max(1, soft_limit * 3 // 4)
+
+    @field_validator("caller_weights", mode="before")
+    @classmethod
+    def _split_weights(cls, value: object) -> object:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, Sequence):
+            return values
+        weights: dict[str, float] = {}
+        for part in (part.strip() for entry in values for part in str(entry).split(",")):
+            name, separator, weight = part.rpartition("=")
+            if not separator or not name or not 0 < float(weight) < math.inf:
+                raise ValueError(f"write a caller's weight as NAME=WEIGHT with a weight above 0, not {part!r}")
+            weights[name] = float(weight)
+        return weights
 
     def worker_access(self) -> Access:
         """How workers are called. Raises ConfigError when a file cannot be read."""

@@ -96,7 +96,9 @@ class Embedding:
     def find_model(self, name: str) -> ServedModel:
         return find_model(self._workers.models, name, task=Task.EMBED)
 
-    async def embed(self, raw: RawEncodeRequest, *, timeout_s: float | None, fallback_id: str = "") -> EmbeddingResult:
+    async def embed(
+        self, raw: RawEncodeRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
+    ) -> EmbeddingResult:
         """Embed all inputs of one call. Raises TwinstageError."""
         started_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = self.find_model(raw.model)
@@ -104,7 +106,12 @@ class Embedding:
             try:
                 async with live.interruptible(deadline_s):
                     return await self._embed(
-                        raw, model, request_id=live.request_id, started_s=started_s, deadline_s=deadline_s
+                        raw,
+                        model,
+                        caller=caller,
+                        request_id=live.request_id,
+                        started_s=started_s,
+                        deadline_s=deadline_s,
                     )
             except TimeoutError:
                 if live.aborted:
@@ -112,10 +119,17 @@ class Embedding:
                 raise DeadlineExceeded("the request's deadline is over") from None
 
     async def _embed(
-        self, raw: RawEncodeRequest, model: ServedModel, *, request_id: str, started_s: float, deadline_s: float
+        self,
+        raw: RawEncodeRequest,
+        model: ServedModel,
+        *,
+        caller: str,
+        request_id: str,
+        started_s: float,
+        deadline_s: float,
     ) -> EmbeddingResult:
         kind = (model.name, len(raw.inputs).bit_length())
-        async with self._gate.permit(deadline_s=deadline_s, kind=kind) as waited_s:
+        async with self._gate.permit(deadline_s=deadline_s, caller=caller, kind=kind) as waited_s:
             tokenizing_s = time.monotonic()
             inputs = await self.admit(raw, model)
             tokenize_s = time.monotonic() - tokenizing_s

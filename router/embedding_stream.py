@@ -49,11 +49,14 @@ class _Waiting:
 class EmbeddingStream:
     """One EncodeStream call."""
 
-    def __init__(self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines, timeout_s: float | None) -> None:
+    def __init__(
+        self, embedding: Embedding, *, gate: Gate, deadlines: Deadlines, timeout_s: float | None, caller: str = ""
+    ) -> None:
         self._embedding = embedding
         self._gate = gate
         self._deadlines = deadlines
         self._deadline_s = deadlines.deadline_s(timeout_s) if timeout_s is not None else float("inf")
+        self._caller = caller
         self._id = uuid.uuid4().hex
         self._model: tuple[str, ServedModel] | None = None
         self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()  # bounded by the slots
@@ -104,7 +107,9 @@ class EmbeddingStream:
     async def _answer(self, batch: list[_Waiting]) -> None:
         deadline_s = min(self._deadline_s, self._deadlines.deadline_s(None))
         try:
-            permit = self._gate.permit(deadline_s=deadline_s, kind=("stream", len(batch).bit_length()))
+            permit = self._gate.permit(
+                deadline_s=deadline_s, caller=self._caller, kind=("stream", len(batch).bit_length())
+            )
             async with asyncio.timeout_at(deadline_s), permit:
                 admitted: list[tuple[_Waiting, AdmittedInput]] = []
                 for waiting in batch:

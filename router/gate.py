@@ -1,8 +1,10 @@
 """The gate: how many requests are in progress at once, and who waits.
 
-Beyond `max_live` requests new ones wait, by priority and then in order; beyond `max_queued` they are refused at once.
+Beyond `max_live` requests new ones wait: by priority, fairly between callers, then in order (`fair_queue`). Beyond
+`max_queued` one of them is refused at once: the newcomer, or one of a caller that uses more of the queue.
 A request that could not be answered in time because of the others is refused while its client still listens, with a
-hint when to come back, rather than left to die at its deadline. It is judged on arrival, and again when its turn comes:
+hint when to come back, rather than left to die at its deadline; so is one that would wait longer than `max_wait_s`. It
+is judged on arrival, and again when its turn comes:
 
     expected wait (what waits ahead, and how long requests take)  +  expected service (`service_times`), with a margin
 
@@ -13,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from dataclasses import dataclass
 
+from router.fair_queue import FairQueue, Waiter
 from router.service_times import ServiceTimes
-from twinstage.errors import Draining, Overloaded
+from twinstage.errors import Draining, Overloaded, TwinstageError
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 30.0
 SERVICE_MARGIN = 1.25  # requests differ: so much longer than expected one may take and still be in time
@@ -29,31 +31,41 @@ CUT_SHORT_FACTOR = 2.0  # and is taken to have needed so much longer: nobody kno
 MIN_ANSWER_SHARE = 0.05  # of the time left on arrival: who has not been let in by then is refused, not left to time out
 
 
-@dataclass(order=True, slots=True)
-class _Waiter:
-    negative_priority: int
-    order: int
-    turn: asyncio.Future[None] = field(compare=False)
-    deadline_s: float = field(compare=False)
-    kind: Hashable = field(compare=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """What a waiter is about."""
+
+    turn: asyncio.Future[None]
+    deadline_s: float
+    kind: Hashable
+
+
+_Waiter = Waiter[_Entry]
 
 
 class Gate:
     """Hands out permits. Times are readings of `clock`, which is the event loop's own.
 
     `max_live` may be a function, for a limit that follows the workers; call `admit_waiting` when it may have grown.
+    `weights` are the shares of callers, 1 for those that are not named.
     """
 
     def __init__(
-        self, *, max_live: int | Callable[[], int], max_queued: int, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_live: int | Callable[[], int],
+        max_queued: int,
+        max_wait_s: float = math.inf,
+        weights: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_live = max_live
         self.max_queued = max_queued
+        self._max_wait_s = max_wait_s
         self._clock = clock
         self._live = 0
         self._served_s, self._changed_s = 0.0, clock()  # see `_served_until_now_s`
-        self._waiters: list[_Waiter] = []
-        self._order = itertools.count()
+        self._queue: FairQueue[_Entry] = FairQueue(weights)
         self._closed = False
         self._times = ServiceTimes()
 
@@ -67,30 +79,32 @@ class Gate:
 
     @property
     def queued(self) -> int:
-        return sum(not waiter.turn.done() for waiter in self._waiters)
+        return len(self._queue)
 
     def close(self) -> None:
         """Refuse everything from now on, those that wait included."""
         self._closed = True
-        for waiter in self._waiters:
-            if not waiter.turn.done():
-                waiter.turn.set_exception(_draining())
+        for waiter in tuple(self._queue):
+            self._queue.remove(waiter)
+            _refuse(waiter, _draining())
 
     @contextlib.asynccontextmanager
-    async def permit(self, *, deadline_s: float, priority: int = 0, kind: Hashable = None) -> AsyncIterator[float]:
+    async def permit(
+        self, *, deadline_s: float, caller: str = "", priority: int = 0, kind: Hashable = None
+    ) -> AsyncIterator[float]:
         """Wait for a permit, hold it for the block, and yield the seconds it took to get it.
 
         `kind` says which requests take about as long as this one. Raises Overloaded when the queue is full or the
         answer would come too late, and Draining.
         """
-        waited_s = await self._enter(deadline_s=deadline_s, priority=priority, kind=kind)
+        waited_s = await self._enter(deadline_s=deadline_s, caller=caller, priority=priority, kind=kind)
         started_s, served_at_start_s, completed = self._clock(), self._served_until_now_s(), False
         try:
             yield waited_s
             completed = True
         finally:
             self._learn(kind, started_s, served_at_start_s, deadline_s=deadline_s, completed=completed)
-            self._change_live(-1)
+            self._return(caller)
             self.admit_waiting()
 
     def _learn(
@@ -105,6 +119,14 @@ class Gate:
             self._times.learn(kind, max(known_s, CUT_SHORT_FACTOR * service_s), concurrency=concurrency)
         # Any other error, or a client that went away early, says nothing about how long requests take.
 
+    def _take(self, caller: str) -> None:
+        self._change_live(1)
+        self._queue.took(caller)
+
+    def _return(self, caller: str) -> None:
+        self._change_live(-1)
+        self._queue.gave_back(caller)
+
     def _change_live(self, change: int) -> None:
         self._served_s, self._changed_s = self._served_until_now_s(), self._clock()
         self._live += change
@@ -115,50 +137,69 @@ class Gate:
 
     def admit_waiting(self) -> None:
         """Let in those that wait, as far as there is room."""
-        while self._waiters and self._live < self.max_live:
-            waiter = heapq.heappop(self._waiters)
-            if waiter.turn.done():
-                continue
-            if (refusal := self._refusal_if_late(waiter.kind, waiter.deadline_s - self._clock())) is not None:
-                waiter.turn.set_exception(refusal)
-                continue
-            self._change_live(1)
-            waiter.turn.set_result(None)
+        while self._live < self.max_live:
+            now_s = self._clock()
+            if (waiter := self._queue.pop(now_s=now_s)) is None:
+                return
+            entry = waiter.item
+            if entry.turn.done():
+                continue  # cancelled a moment ago
+            if (refusal := self._refusal_if_late(entry.kind, entry.deadline_s - now_s)) is not None:
+                _refuse(waiter, refusal)
+            else:
+                self._take(waiter.caller)
+                entry.turn.set_result(None)
 
     def expected_wait_s(self, ahead: int) -> float:
         """Expected wait of a request behind `ahead` others: permits come back max_live per average service time."""
         return self._times.mean_s * (ahead + 1) / self.max_live
 
-    async def _enter(self, *, deadline_s: float, priority: int, kind: Hashable) -> float:
+    async def _enter(self, *, deadline_s: float, caller: str, priority: int, kind: Hashable) -> float:
         if self._closed:
             raise _draining()
         now_s = self._clock()
         remaining_s = deadline_s - now_s
-        if self._live < self.max_live:
+        if self._live < self.max_live and not self._queue:
             if (refusal := self._refusal_if_late(kind, remaining_s)) is not None:
                 raise refusal
-            self._change_live(1)
+            self._take(caller)
             return 0.0
-        queued = self.queued
-        if queued >= self.max_queued:
-            raise _overloaded(
-                f"too many requests: {self._live} in progress, {queued} waiting", self.expected_wait_s(queued)
-            )
-        ahead = sum(not w.turn.done() and w.negative_priority <= -priority for w in self._waiters)
-        if (refusal := self._refusal_if_late(kind, remaining_s, wait_s=self.expected_wait_s(ahead))) is not None:
+        wait_s = self.expected_wait_s(self._queue.num_ahead(caller, priority))
+        if wait_s > self._max_wait_s:
+            why = f"a place would take {wait_s:.1f} s, and nobody waits longer than {self._max_wait_s:.1f} s"
+            raise _overloaded(why, wait_s - self._max_wait_s)
+        if (refusal := self._refusal_if_late(kind, remaining_s, wait_s=wait_s)) is not None:
             raise refusal
-        waiter = _Waiter(-priority, next(self._order), asyncio.get_running_loop().create_future(), deadline_s, kind)
-        heapq.heappush(self._waiters, waiter)
-        try:
-            async with asyncio.timeout_at(deadline_s - MIN_ANSWER_SHARE * remaining_s):
-                await waiter.turn
-        except TimeoutError:
-            self._give_back(waiter)
-            raise _overloaded("other requests took all of the time there was", self.expected_wait_s(ahead)) from None
-        except BaseException:
-            self._give_back(waiter)
-            raise
+        entry = _Entry(turn=asyncio.get_running_loop().create_future(), deadline_s=deadline_s, kind=kind)
+        waiter = self._queue_up(Waiter(caller=caller, priority=priority, item=entry), now_s=now_s)
+        patience_s = min((1 - MIN_ANSWER_SHARE) * remaining_s, self._max_wait_s)
+        await self._until_turn(waiter, until_s=now_s + patience_s, retry_after_s=wait_s)
         return self._clock() - now_s
+
+    def _queue_up(self, waiter: _Waiter, *, now_s: float) -> _Waiter:
+        """Put it into the queue. Raises Overloaded when that is full and nobody else has to leave for it."""
+        if len(self._queue) >= self.max_queued:
+            victim = self._queue.push_out(waiter)
+            refusal = _overloaded(
+                f"too many requests: {self._live} in progress, {self.max_queued} waiting",
+                self.expected_wait_s(len(self._queue)),
+            )
+            if victim is waiter:
+                raise refusal
+            _refuse(victim, refusal)
+        self._queue.add(waiter, now_s=now_s)
+        return waiter
+
+    async def _until_turn(self, waiter: _Waiter, *, until_s: float, retry_after_s: float) -> None:
+        try:
+            async with asyncio.timeout_at(until_s):
+                await waiter.item.turn
+        except TimeoutError:
+            self._give_up(waiter)
+            raise _overloaded("other requests took all of the time there was", retry_after_s) from None
+        except BaseException:
+            self._give_up(waiter)
+            raise
 
     def _refusal_if_late(self, kind: Hashable, remaining_s: float, *, wait_s: float = 0.0) -> Overloaded | None:
         """The refusal of a request that the others would make late; None when there is time, or no telling."""
@@ -173,15 +214,18 @@ class Gate:
         )
         return _overloaded(why, max(wait_s, needed_s - remaining_s))
 
-    def _give_back(self, waiter: _Waiter) -> None:
-        """Leave the queue, or return the permit that came in the moment of giving up."""
-        if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-            self._change_live(-1)
-        waiter.turn.cancel()
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-            heapq.heapify(self._waiters)
+    def _give_up(self, waiter: _Waiter) -> None:
+        """Leave the queue at once, or return the permit that came in the moment of giving up."""
+        turn = waiter.item.turn
+        if not self._queue.remove(waiter) and not turn.cancelled() and turn.exception() is None:
+            self._return(waiter.caller)
+        turn.cancel()
         self.admit_waiting()
+
+
+def _refuse(waiter: _Waiter, error: TwinstageError) -> None:
+    if not waiter.item.turn.done():  # its caller may have been cancelled a moment ago
+        waiter.item.turn.set_exception(error)
 
 
 def _overloaded(why: str, retry_after_s: float) -> Overloaded:

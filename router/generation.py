@@ -74,18 +74,31 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, raw: RawGenerationRequest, *, timeout_s: float | None, is_streamed: bool, fallback_id: str = ""
+        self,
+        raw: RawGenerationRequest,
+        *,
+        timeout_s: float | None,
+        is_streamed: bool,
+        caller: str = "",
+        fallback_id: str = "",
     ) -> AsyncIterator[OpenCall]:
         """Start a request; its events, or its error, come from the outbox.
 
-        `fallback_id` names the request when its caller did not. Raises what admission refuses.
+        `caller` shares the router with others; `fallback_id` names the request when its caller did not. Raises what
+        admission refuses.
         """
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
         check_fields(raw, model)
         with self._live.register(choose_request_id(raw.request_id, fallback_id, self._live)) as live:
             call = _Call(
-                raw=raw, model=model, live=live, arrived_s=arrived_s, deadline_s=deadline_s, is_streamed=is_streamed
+                raw=raw,
+                caller=caller,
+                model=model,
+                live=live,
+                arrived_s=arrived_s,
+                deadline_s=deadline_s,
+                is_streamed=is_streamed,
             )
             outbox = Outbox()
             task = asyncio.create_task(self._run(call, outbox), name=f"request {live.request_id}")
@@ -117,6 +130,7 @@ class Generation:
                 async with call.live.interruptible():
                     permit = self._gate.permit(
                         deadline_s=call.deadline_s,
+                        caller=call.caller,
                         priority=call.raw.priority,
                         kind=kind_of(call.raw, call.model),
                     )
@@ -152,6 +166,7 @@ class Generation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     raw: RawGenerationRequest
+    caller: str
     model: ServedModel
     live: LiveRequest
     arrived_s: float

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter
 
 import pytest
 
+from router.fair_queue import FairQueue, Waiter
 from router.gate import Gate
 from router.service_times import ServiceTimes
 from twinstage.errors import Draining, Overloaded
+from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
 
 
 def now() -> float:
@@ -105,6 +108,154 @@ async def test_closed_gate_refuses_everybody() -> None:
         with pytest.raises(Draining):
             await _enter(gate, now() + 5)
     assert gate.live == 0
+
+
+async def test_gate_refuses_who_would_wait_longer_than_anybody_may() -> None:
+    clock = [now()]
+    gate = Gate(max_live=1, max_queued=9, max_wait_s=2.5, clock=lambda: clock[0])
+    async with gate.permit(deadline_s=clock[0] + 100):
+        clock[0] += 1.0  # a request takes a second
+    async with gate.permit(deadline_s=clock[0] + 100):
+        waiting = [asyncio.create_task(_enter(gate, clock[0] + 100)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"3\.0 s, and nobody waits longer than 2\.5 s"):
+            await _enter(gate, clock[0] + 100)
+    await asyncio.gather(*waiting)
+
+
+async def test_gate_lets_nobody_wait_longer_than_it_says_although_nothing_was_learned() -> None:
+    gate = Gate(max_live=1, max_queued=9, max_wait_s=0.05)
+    async with gate.permit(deadline_s=now() + 60):
+        with pytest.raises(Overloaded):
+            await _enter(gate, now() + 60)
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+async def test_cancelled_waiters_leave_at_once_and_cost_no_turn() -> None:
+    """A queue full of requests that were given up takes new ones, and a permit goes to those who still want it."""
+    gate, served = Gate(max_live=1, max_queued=100), list[str]()
+
+    async def call(caller: str) -> None:
+        async with gate.permit(deadline_s=now() + 60, caller=caller):
+            served.append(caller)
+
+    async with gate.permit(deadline_s=now() + 60, caller="first"):
+        given_up = [asyncio.create_task(call("impatient")) for _ in range(100)]
+        await asyncio.sleep(0)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        assert gate.queued == 0
+        waiting = [asyncio.create_task(call("patient")) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert gate.queued == 100
+    await asyncio.gather(*waiting)
+    assert served == ["patient"] * 100
+
+
+# --- between callers ------------------------------------------------------------------------------
+
+
+async def _served_in_order(gate: Gate, callers: Counter[str]) -> list[str]:
+    """Let callers queue so many requests each behind one that holds the gate; who was served, in order."""
+    served: list[str] = []
+
+    async def call(caller: str) -> None:
+        with contextlib.suppress(Overloaded):
+            async with gate.permit(deadline_s=now() + 60, caller=caller):
+                served.append(caller)
+                await asyncio.sleep(0)
+
+    async with gate.permit(deadline_s=now() + 60, caller=next(iter(callers))):
+        tasks = [asyncio.create_task(call(caller)) for caller in callers.elements()]
+        await asyncio.sleep(0)
+        assert len(gate._queue) <= gate.max_queued
+    await asyncio.gather(*tasks)
+    assert (gate.live, gate.queued) == (0, 0)
+    return served
+
+
+@pytest.mark.parametrize("max_live", [1, 4])
+async def test_a_caller_with_a_thousand_requests_does_not_starve_one_with_a_single_one(max_live: int) -> None:
+    gate = Gate(max_live=max_live, max_queued=1001)
+    served = await _served_in_order(gate, Counter({"many": 1000, "one": 1}))
+    assert served.index("one") < max_live + 1
+    assert len(served) == 1001
+
+
+async def test_a_full_queue_makes_room_for_callers_that_use_less_of_it() -> None:
+    gate = Gate(max_live=1, max_queued=10)
+    served = await _served_in_order(gate, Counter({"many": 1000, "few": 3, "one": 1}))
+    assert Counter(served) == {"many": 6, "few": 3, "one": 1}
+    assert served.index("one") < 3
+    assert set(served[:6]) == {"many", "few", "one"}
+
+
+def test_callers_share_permits_by_their_weights_whatever_their_requests_take() -> None:
+    """Requests of "long" take four times as long: it holds as much as "short", and "heavy" the double."""
+    queue: FairQueue[int] = FairQueue({"heavy": 2.0})
+    takes = {"short": 1, "long": 4, "heavy": 1}
+    for caller in takes:
+        for _ in range(2000):
+            queue.add(Waiter(caller=caller, priority=0, item=0), now_s=0.0)
+    running: list[tuple[int, str]] = []
+    held: Counter[str] = Counter()
+    for tick in range(200):
+        for ends, caller in [entry for entry in running if entry[0] == tick]:
+            running.remove((ends, caller))
+            queue.gave_back(caller)
+        while len(running) < 16:
+            waiter = queue.pop(now_s=0.0)
+            assert waiter is not None
+            queue.took(waiter.caller)
+            running.append((tick + takes[waiter.caller], waiter.caller))
+        held.update(caller for _, caller in running)
+    assert held["heavy"] / held["short"] == pytest.approx(2.0, rel=0.1)
+    assert held["long"] / held["short"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_priorities_come_first_and_none_starves() -> None:
+    """Each second has a turn, and a new request of priority 1 for it; of priority 0 nine wait."""
+    queue: FairQueue[int] = FairQueue()
+    for _ in range(9):
+        queue.add(Waiter(caller="a", priority=0, item=0), now_s=0.0)
+    turns = []
+    for second in range(60):
+        queue.add(Waiter(caller="b", priority=1, item=1), now_s=float(second))
+        waiter = queue.pop(now_s=float(second))
+        assert waiter is not None
+        turns.append(waiter.item)
+    starved_for_s = [second for second, item in enumerate(turns) if item == 0]
+    assert 0 < len(starved_for_s) <= 6
+    assert starved_for_s[0] >= SECONDS_PER_PRIORITY_LEVEL - 1
+    assert max(b - a for a, b in itertools.pairwise(starved_for_s)) <= SECONDS_PER_PRIORITY_LEVEL + 2
+
+
+def test_the_fair_queue_remembers_nothing_of_callers_that_have_gone() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(1000):
+        waiter = Waiter(caller=f"caller-{number}", priority=number % 3, item=0)
+        queue.add(waiter, now_s=0.0)
+        if number % 2:
+            assert queue.remove(waiter)
+            assert not queue.remove(waiter)
+        else:
+            assert queue.pop(now_s=0.0) is waiter
+            queue.took(waiter.caller)
+            queue.gave_back(waiter.caller)
+    assert (len(queue), queue._levels, queue._held, queue._last_turns) == (0, {}, {}, {})
+
+
+def test_a_newcomer_of_low_priority_pushes_nobody_out() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for priority in (5, 0, 0):
+        queue.add(Waiter(caller="many", priority=priority, item=0), now_s=0.0)
+    low = Waiter(caller="other", priority=-1, item=1)
+    assert queue.push_out(low) is low
+    high = Waiter(caller="many", priority=1, item=1)
+    victim = queue.push_out(high)
+    assert (victim.priority, victim.number) == (0, 3)
+    assert len(queue) == 2
 
 
 # --- how long an answer will take -----------------------------------------------------------------

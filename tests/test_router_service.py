@@ -272,6 +272,29 @@ async def test_full_queue_refuses_early_and_says_when_to_come_back() -> None:
         assert (await first).results
 
 
+async def test_turns_are_shared_between_callers_as_the_call_names_them() -> None:
+    """Without tokens, `x-caller` tells callers apart, else the host, which they all share here."""
+    async with serving("--max-live-requests", "1", "--max-queued-requests", "12") as service:
+        prefill = service.generators.prefill[0]
+        go_on = prefill.script.stall("first_token")
+
+        def call(request_id: str, **options: Any) -> Any:
+            request = generation_pb2.GenerateRequest(prompt="Hello", request_id=request_id)
+            return service.generation.Generate(request, timeout=20, **options)
+
+        calls = [call("held")]
+        await prefill.script.reached("first_token").wait()
+        calls += [call(f"many-{number}") for number in range(12)]
+        await until(lambda: service.router._generation_gate.queued == 12, what="a full queue")
+        calls.append(call("one", metadata=(("x-caller", "one"),)))
+        refused = await failing(calls[12])  # of the caller that has most of the queue, the newest
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.trailing_metadata()["grpc-retry-pushback-ms"]
+        go_on.set()
+        await asyncio.gather(*calls[:12], calls[13])
+        assert [spec.request_id.partition("#")[0] for spec in prefill.specs][:3] == ["held", "one", "many-0"]
+
+
 async def test_two_hundred_calls_fifty_at_a_time() -> None:
     async with serving(prefill=2, decode=2) as service:
         slots = asyncio.Semaphore(50)
@@ -591,6 +614,11 @@ def test_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.workers, settings.max_live_requests) == (["x:1", "y:2"], 7)
     with pytest.raises(ConfigError, match="--max-live-requests"):
         read_settings(RouterSettings, ["--max-live-requests", "0"])
+    settings = read_settings(RouterSettings, ["--caller-weights", "search=2,jobs=0.5", "--caller-weights", "a=b=3"])
+    assert settings.caller_weights == {"search": 2.0, "jobs": 0.5, "a=b": 3.0}
+    for wrong in ("search", "=2", "search=0", "search=much"):
+        with pytest.raises(ConfigError, match="--caller-weights"):
+            read_settings(RouterSettings, ["--caller-weights", wrong])
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "nonsense"], ["--workers", "a:1", "--listen", "127.0.0.1:99999"]])

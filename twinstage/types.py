@@ -20,6 +20,7 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is greedy
+SECONDS_PER_PRIORITY_LEVEL = 10.0  # a level is worth so much of waiting, so that no priority starves another
 
 
 class Task(enum.Enum):

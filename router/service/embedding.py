@@ -12,7 +12,7 @@ from router.embedding import Embedding, EmbeddingResult, Vector
 from router.embedding_stream import EmbeddingStream, StreamRequest, StreamResult
 from router.gate import Gate
 from router.generation import Deadlines
-from router.service.context import seconds_left
+from router.service.context import caller_of, seconds_left
 from router.service.door import check_embed, check_encode, check_encode_stream
 from twinstage.errors import TwinstageError
 from twinstage.rpc.convert_public import (
@@ -74,7 +74,9 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     async def _embed(self, raw: RawEncodeRequest, context: Any) -> EmbeddingResult:
-        return await self._embedding.embed(raw, timeout_s=seconds_left(context), fallback_id=current_request_id())
+        return await self._embedding.embed(
+            raw, timeout_s=seconds_left(context), caller=caller_of(context), fallback_id=current_request_id()
+        )
 
     async def EncodeStream(  # noqa: N802
         self, request_iterator: AsyncIterator[embedding_pb2.EncodeStreamRequest], context: Any
@@ -93,7 +95,11 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
                     yield error
 
         stream = EmbeddingStream(
-            self._embedding, gate=self._gate, deadlines=self._deadlines, timeout_s=seconds_left(context)
+            self._embedding,
+            gate=self._gate,
+            deadlines=self._deadlines,
+            timeout_s=seconds_left(context),
+            caller=caller_of(context),
         )
         async with contextlib.aclosing(stream.results(requests())) as results:
             index = 0

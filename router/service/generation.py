@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from router.generation import Generation, OpenCall
 from router.outbox import DeltaEvent, FinishEvent, PromptEvent, SummaryEvent
-from router.service.context import seconds_left
+from router.service.context import caller_of, seconds_left
 from router.service.door import Door
 from twinstage.errors import InternalError
 from twinstage.rpc.convert_public import (
@@ -105,7 +105,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _stream(self, raw: RawGenerationRequest, context: Any) -> AsyncGenerator[StreamMessage, None]:
         async with self._generation.open(
-            raw, timeout_s=seconds_left(context), is_streamed=True, fallback_id=current_request_id()
+            raw,
+            timeout_s=seconds_left(context),
+            is_streamed=True,
+            caller=caller_of(context),
+            fallback_id=current_request_id(),
         ) as call:
             token_text = call.model.tokenizer.token_text
             async for event in call.outbox.events():
@@ -133,7 +137,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         finish: Finish | None = None
         summary: SummaryEvent | None = None
         async with self._generation.open(
-            raw, timeout_s=seconds_left(context), is_streamed=False, fallback_id=current_request_id()
+            raw,
+            timeout_s=seconds_left(context),
+            is_streamed=False,
+            caller=caller_of(context),
+            fallback_id=current_request_id(),
         ) as call:
             async for event in call.outbox.events():
                 match event:

@@ -18,7 +18,7 @@ from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain
 from twinstage.kv.shortage import Shortage
-from twinstage.types import Finish, FinishReason, RequestId, SequenceSpec
+from twinstage.types import SECONDS_PER_PRIORITY_LEVEL, Finish, FinishReason, RequestId, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,12 @@ class Sequence:
         return self.spec.request_id
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Smaller is served first: by priority, then first come first served."""
-        return (-self.spec.priority, self.arrival)
+    def rank(self) -> tuple[float, int]:
+        """Smaller is served first: first come, first served, where each level of priority counts as a head start.
+
+        The rank of a sequence never changes, so nobody waits for ever behind higher priorities that come later.
+        """
+        return (self.arrived_s - SECONDS_PER_PRIORITY_LEVEL * self.spec.priority, self.arrival)
 
     @property
     def num_tokens(self) -> int:
