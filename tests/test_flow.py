@@ -131,6 +131,26 @@ async def test_worker_that_was_lost_a_moment_ago_is_blamed_and_another_one_serve
         assert answer.summary.placement.retries == 1
 
 
+async def test_decode_worker_whose_session_ends_in_the_moment_of_placement_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(decode=2) as rig:
+        real, ended = rig.workers.life, list[WorkerKey]()
+
+        def life(key: WorkerKey) -> WorkerLife:
+            found = real(key)
+            if found.session is not None and not ended:
+                ended.append(key)
+                found.session.close()
+            return found
+
+        monkeypatch.setattr(rig.workers, "life", life)
+        answer = await rig.collect(request(4))
+        assert answer.text == expected_text(rig.cluster, 4)
+        assert answer.summary.placement.retries == 1
+        assert answer.summary.placement.decode_worker != ended[0].worker_id
+
+
 async def test_one_token_needs_no_decode_worker() -> None:
     async with running() as rig:
         answer = await rig.collect(request(1))
