@@ -57,9 +57,12 @@ class RequestBook:
         self._expected: dict[int, DecodeRequest] = {}  # by transfer, until it is committed
         self._freeing: set[RequestId] = set()
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self._live or self._freeing)
+    def __len__(self) -> int:
+        return len(self._live) + len(self._freeing)
+
+    def knows(self, owner: str) -> bool:
+        """Whether blocks may be held in this name."""
+        return owner in self._live or owner in self._freeing
 
     def enter(self, request: DecodeRequest) -> None:
         """A request whose blocks were granted."""

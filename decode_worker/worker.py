@@ -28,6 +28,8 @@ from twinstage.engine.core import EngineCore, StepOutput
 from twinstage.engine.loop import EngineLoop
 from twinstage.errors import Cancelled, Draining, InternalError, TwinstageError
 from twinstage.hosting.assemble import EngineParts
+from twinstage.hosting.books import Leaks
+from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard, pool_load
 from twinstage.hosting.sequence_check import check_sequence
 from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
@@ -59,6 +61,7 @@ class DecodeWorker:
         self._engine = EngineLoop(parts.core, self._on_step, name="decode-engine")
         self._sessions = Sessions()
         self._requests = RequestBook()
+        self._leaks = Leaks(parts.pool, knows=self._requests.knows)
         self._arrivals = Arrivals(
             parts,
             engine=self._engine,
@@ -71,7 +74,7 @@ class DecodeWorker:
             on_change=self._note_change,
         )
         self._finished = 0
-        self._draining = False
+        self._door = Door("decode worker")
         self._idle = asyncio.Event()
         self._idle.set()
         parts.pool.add_free_listener(lambda: self._call_soon(self._blocks_freed))
@@ -81,9 +84,9 @@ class DecodeWorker:
     # --- the door ------------------------------------------------------------------------------------
 
     def open_session(self, session_id: str) -> Session:
-        """A router's new session. Raises AlreadyExists, or Draining."""
-        if self._draining:
-            raise Draining("this decode worker is shutting down")
+        """A router's new session. Raises AlreadyExists, or Draining when the worker is about to end."""
+        if self._door.is_closed_for_good:
+            raise self._door.refusal()
         return self._sessions.open(session_id)
 
     def end_session(self, session: Session) -> None:
@@ -120,8 +123,7 @@ class DecodeWorker:
 
     def _admit(self, session_id: str) -> Session:
         """Raises Draining, or WorkerLost when the session is not open."""
-        if self._draining:
-            raise Draining("this decode worker is shutting down")
+        self._door.enter()
         return self._sessions.get(session_id)
 
     # --- from other threads --------------------------------------------------------------------------
@@ -199,11 +201,15 @@ class DecodeWorker:
         self._note_change()
 
     def _note_change(self) -> None:
-        if self._requests.is_empty and not self._arrivals.num_waiting:
-            self._idle.set()
-        else:
+        if self._unfinished:
             self._idle.clear()
+        else:
+            self._idle.set()
         self.loads.changed()
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._requests) + self._arrivals.num_waiting
 
     def reset_prefix_cache(self) -> int:
         """Forget what is in the KV blocks; returns of how many."""
@@ -214,22 +220,32 @@ class DecodeWorker:
     def _load(self) -> WorkerLoad:
         load = self._engine.load()
         return replace(
-            pool_load(self._parts.pool),
+            pool_load(self._parts.pool, self._leaks),
             running=load.running,
             waiting=load.waiting + self._arrivals.num_waiting,
             waiting_tokens=load.waiting_tokens,
             finished=self._finished,
             kv_bytes_received=self._arrivals.bytes_received,
-            draining=self._draining,
+            draining=self._door.is_closed,
+            unfinished=self._unfinished,
         )
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, *, for_good: bool = False) -> None:
         """Take nothing new from now on; what waits for blocks is refused, what has them goes on."""
-        self._draining = True
-        self._arrivals.refuse(Draining("this decode worker is shutting down"))
+        self._door.close(for_good=for_good)
+        self._arrivals.refuse(self._door.refusal())
         self._note_change()
+
+    def end_drain(self) -> None:
+        """Take new requests again. Raises Draining when the worker is about to end."""
+        self._door.open()
+        self._note_change()
+
+    def check_books(self) -> None:
+        """Raise IntegrityError unless the pool's books balance."""
+        self._parts.pool.check_integrity()
 
     async def wait_idle(self) -> None:
         """Return when nothing runs and nothing is being freed any more."""

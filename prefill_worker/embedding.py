@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinstage.errors import ComputeFailed, Draining, Overloaded, TwinstageError
+from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard
 from twinstage.hosting.sequence_check import check_inputs
 from twinstage.telemetry.log import get_logger
@@ -77,12 +78,11 @@ class EmbeddingWorker:
         self._running: list[_Call] = []
         self._pump: asyncio.Task[None] | None = None
         self._finished = 0
-        self._draining = False
+        self._door = Door("prefill worker")
 
     async def encode(self, inputs: Sequence[Sequence[int]], *, normalize: bool) -> Encoded:
         """Compute the vectors of `inputs`. Raises InvalidRequest, Overloaded, Draining or ComputeFailed."""
-        if self._draining:
-            raise Draining("this prefill worker is shutting down")
+        self._door.enter()
         check_inputs(inputs, self.description.model)
         if not inputs:
             return Encoded(vectors=(), queue_s=0.0, compute_s=0.0)
@@ -163,17 +163,26 @@ class EmbeddingWorker:
             waiting=len(self._waiting),
             waiting_tokens=sum(call.num_tokens for call in self._waiting),
             finished=self._finished,
-            draining=self._draining,
+            draining=self._door.is_closed,
+            unfinished=len(self._running) + len(self._waiting),
         )
 
     def reset_prefix_cache(self) -> int:
         """Nothing: an embedding model keeps nothing of its inputs."""
         return 0
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, *, for_good: bool = False) -> None:
         """Take nothing new from now on."""
-        self._draining = True
+        self._door.close(for_good=for_good)
         self.loads.changed()
+
+    def end_drain(self) -> None:
+        """Take new requests again. Raises Draining when the worker is about to end."""
+        self._door.open()
+        self.loads.changed()
+
+    def check_books(self) -> None:
+        """Nothing: there is no KV pool."""
 
     async def wait_idle(self) -> None:
         """Return when no batch is computed and none waits."""

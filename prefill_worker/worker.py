@@ -20,11 +20,13 @@ from functools import partial
 
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
 from prefill_worker.handoff import Handoff
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import PrefillRequest, check_fits
 from twinstage.engine.core import ComputedChunk, EngineCore, SequenceStats, StepOutput
 from twinstage.engine.loop import EngineLoop
-from twinstage.errors import Cancelled, Draining, FieldViolation, InternalError, InvalidRequest, KvExhausted
+from twinstage.errors import Cancelled, Draining, InternalError
 from twinstage.hosting.assemble import EngineParts
+from twinstage.hosting.books import Leaks
+from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard, pool_load
 from twinstage.hosting.sequence_check import check_sequence
 from twinstage.lifecycle import (
@@ -72,10 +74,11 @@ class PrefillWorker:
         self._loop = loop
         self._engine = EngineLoop(parts.core, self._on_step, name="prefill-engine")
         self._requests: dict[RequestId, PrefillRequest] = {}
+        self._leaks = Leaks(parts.pool, knows=self._requests.__contains__)
         self._handoffs: dict[RequestId, Handoff] = {}  # the engine thread's
         self._serial = 0
         self._finished = 0
-        self._draining = False
+        self._door = Door("prefill worker")
         self._idle = asyncio.Event()
         self._idle.set()
         parts.pool.add_free_listener(lambda: self._call_soon(self.loads.changed))
@@ -101,10 +104,9 @@ class PrefillWorker:
             self._end(request, CancelledOutcome())
 
     def _admit(self, spec: SequenceSpec, grant: KvGrant | None) -> PrefillRequest:
-        if self._draining:
-            raise Draining("this prefill worker is shutting down")
+        self._door.enter()
         check_sequence(spec, self.description.model)
-        self._check_fits(spec, grant)
+        check_fits(spec, grant, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         self._serial += 1
         request = PrefillRequest(key=RequestId(f"{spec.request_id}#{self._serial}"), spec=spec)
         if grant is not None:
@@ -118,18 +120,6 @@ class PrefillWorker:
         self._idle.clear()
         self._engine.submit(partial(self._add, request.key, spec, request.handoff))
         return request
-
-    def _check_fits(self, spec: SequenceSpec, grant: KvGrant | None) -> None:
-        tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
-        needed = self._parts.layout.blocks_for(tokens)
-        if needed > self._parts.pool.num_blocks:
-            raise KvExhausted(
-                f"{tokens} tokens need {needed} KV blocks, but this prefill worker has {self._parts.pool.num_blocks}"
-            )
-        if grant is not None and grant.num_cached_blocks + len(grant.block_ids) != needed:
-            granted = f"{len(grant.block_ids)} blocks after {grant.num_cached_blocks} cached ones"
-            wrong = f"has {granted}, but the sequence needs {needed}"
-            raise InvalidRequest([FieldViolation("grant.block_ids", wrong)])
 
     # --- on the engine thread ------------------------------------------------------------------------
 
@@ -251,20 +241,30 @@ class PrefillWorker:
     def _load(self) -> WorkerLoad:
         load = self._engine.load()
         return replace(
-            pool_load(self._parts.pool),
+            pool_load(self._parts.pool, self._leaks),
             running=load.running,
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
             finished=self._finished,
-            draining=self._draining,
+            draining=self._door.is_closed,
+            unfinished=len(self._requests),
         )
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, *, for_good: bool = False) -> None:
         """Take nothing new from now on."""
-        self._draining = True
+        self._door.close(for_good=for_good)
         self.loads.changed()
+
+    def end_drain(self) -> None:
+        """Take new requests again. Raises Draining when the worker is about to end."""
+        self._door.open()
+        self.loads.changed()
+
+    def check_books(self) -> None:
+        """Raise IntegrityError unless the pool's books balance."""
+        self._parts.pool.check_integrity()
 
     async def wait_idle(self) -> None:
         """Return when nothing runs and nothing is being freed any more."""

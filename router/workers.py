@@ -221,6 +221,7 @@ class WorkerTable:
         async with contextlib.aclosing(reports):
             async for load in reports:
                 is_news = life.load is None or life.load.draining != load.draining
+                is_news = is_news or (load.draining and load != life.load)  # somebody may wait for its end
                 life.load = entry.load = load
                 life.ledger.report_arrived()
                 if is_news:

@@ -102,6 +102,21 @@ class FakeApi(
         lost = admin_pb2.Worker(address="10.0.0.2:50061", state=admin_pb2.WORKER_STATE_REFUSED, detail="other layout")
         return admin_pb2.ListWorkersResponse(workers=[worker, lost])
 
+    def DrainWorker(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        worker = admin_pb2.Worker(
+            id=request.worker_id,
+            state=admin_pb2.WORKER_STATE_DRAINING,
+            unfinished=0 if request.wait else 3,
+            total_kv_blocks=8,
+        )
+        return admin_pb2.DrainWorkerResponse(worker=worker)
+
+    def UndrainWorker(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        worker = admin_pb2.Worker(id=request.worker_id, state=admin_pb2.WORKER_STATE_READY)
+        return admin_pb2.UndrainWorkerResponse(worker=worker)
+
     def ResetPrefixCache(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)
         reset = admin_pb2.PrefixCacheReset(worker_id=request.worker_id or "decode-0", dropped_blocks=4)

@@ -215,6 +215,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.resets += 1
         return worker_pb2.ResetPrefixCacheResponse(dropped_blocks=self.cached_blocks)
 
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:  # noqa: N802
+        self.report(replace(self.load, draining=True))
+        return worker_pb2.DrainResponse()
+
+    async def Undrain(self, request: worker_pb2.UndrainRequest, context: Any) -> worker_pb2.UndrainResponse:  # noqa: N802
+        self.report(replace(self.load, draining=False))
+        return worker_pb2.UndrainResponse()
+
     async def GetTokenizerBundle(  # noqa: N802
         self, request: worker_pb2.GetTokenizerBundleRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GetTokenizerBundleResponse]:

@@ -119,6 +119,27 @@ def test_tables(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)[0]["transports"] == ["shm", "tcp"]
 
 
+def test_draining_a_worker(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "drain", "prefill-1", "--router", api.address) == 0
+    assert capsys.readouterr().out == "prefill-1  draining, 3 left\n"
+    assert run(monkeypatch, "drain", "prefill-1", "--address", api.address, "--wait", "--timeout", "9") == 0
+    assert capsys.readouterr().out == "prefill-1  drained\n"
+    monkeypatch.setenv("TWINSTAGE_ADDRESS", api.address)
+    assert run(monkeypatch, "drain", "prefill-1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["unfinished"] == 3
+    assert run(monkeypatch, "undrain", "prefill-1") == 0
+    assert capsys.readouterr().out == "prefill-1  ready\n"
+    assert [(request.worker_id, getattr(request, "wait", None)) for request in api.requests] == [
+        ("prefill-1", False),
+        ("prefill-1", True),
+        ("prefill-1", False),
+        ("prefill-1", None),
+    ]
+    api.error = DeadlineExceeded("worker prefill-1 drains, and 3 requests were left at the deadline")
+    assert run(monkeypatch, "drain", "prefill-1", "--wait") == 1
+    assert "3 requests were left" in capsys.readouterr().err
+
+
 def test_resetting_prefix_caches(
     api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

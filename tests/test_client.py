@@ -286,6 +286,9 @@ def test_workers_and_models(client: TwinstageClient) -> None:
     assert (ready.cached_kv_blocks, ready.prefix_looked_up_blocks, ready.prefix_found_blocks) == (9, 8, 6)
     (reset,) = client.reset_prefix_cache(worker_id="prefill-0")
     assert (reset.worker_id, reset.dropped_blocks) == ("prefill-0", 4)
+    assert client.drain_worker("prefill-0").unfinished == 3
+    assert client.drain_worker("prefill-0", wait=True, timeout_s=5.0).state == "draining"
+    assert client.undrain_worker("prefill-0").state == "ready"
     (model,) = client.models()
     assert (model.name, model.task, model.max_model_len, model.ready) == ("m", Task.GENERATE, 8192, True)
 
@@ -298,6 +301,8 @@ async def test_the_asyncio_client(api: FakeApi) -> None:
         assert len(await client.workers()) == 2
         assert (await client.models())[0].name == "m"
         assert (await client.reset_prefix_cache())[0].dropped_blocks == 4
+        assert (await client.drain_worker("decode-0")).unfinished == 3
+        assert (await client.undrain_worker("decode-0")).state == "ready"
         async with client.chat_stream("Hi") as stream:
             assert [delta.text async for delta in stream] == ["Par", "", "is", ""]
         assert stream.summary is not None

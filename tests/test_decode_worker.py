@@ -36,6 +36,7 @@ from twinstage.errors import (
     TwinstageError,
     WorkerLost,
 )
+from twinstage.hosting.books import keep_checking
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.prefix_index import BlockHash, HashChain, PrefixHasher, PrefixIndex
 from twinstage.lifecycle import DecodePhase, Lifecycle
@@ -52,6 +53,7 @@ from twinstage.types import (
     Role,
     SamplingParameters,
     SequenceSpec,
+    WorkerLoad,
 )
 from twinstage.worker.v1 import worker_pb2
 from worker_parts import VOCABULARY_SIZE, StandInRunner, continuation, description, engine_parts, next_token
@@ -122,8 +124,15 @@ class Bench:
         self.receiver.opened.add(grant.transfer_id)
         await asyncio.to_thread(self.receiver.delegate.opened, grant.transfer_id)
 
+    @property
+    def pool(self) -> BlockPool:
+        return self.worker._parts.pool
+
+    async def load(self) -> WorkerLoad:
+        return await anext(self.worker.loads.watch(1.0))
+
     async def free_blocks(self) -> int:
-        return (await anext(self.worker.loads.watch(1.0))).free_kv_blocks
+        return (await self.load()).free_kv_blocks
 
     async def all_blocks_free(self) -> None:
         async with asyncio.timeout(10):
@@ -562,16 +571,71 @@ async def test_a_draining_worker_finishes_what_has_blocks_and_takes_nothing_new(
             await waiting
         with pytest.raises(Draining):
             await bench.worker.reserve("s", spec, timeout_s=60.0)
-        with pytest.raises(Draining):
-            bench.worker.open_session("t")
+        bench.worker.end_session(bench.worker.open_session("a router that has just started"))
+        load = await bench.load()
+        assert (load.draining, load.unfinished, load.running) == (True, 1, 0)
         await bench.commit(grant, spec)
         await bench.all_blocks_free()
+        bench.worker.begin_drain(for_good=True)
+        with pytest.raises(Draining):
+            bench.worker.open_session("t")
+        with pytest.raises(Draining, match="shutting down"):
+            bench.worker.end_drain()
         bench.worker.end_streams()
         messages = session.messages()
         token_ids, _ = await _collect_from(messages)
         assert len(token_ids) == 3
         with pytest.raises(Draining):
             await anext(messages)
+
+
+async def test_a_worker_that_does_not_drain_any_more_takes_requests() -> None:
+    async with _bench() as bench:
+        session = bench.worker.open_session("s")
+        bench.worker.begin_drain()
+        bench.worker.end_drain()
+        spec = _spec(8, max_tokens=4)
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        await bench.commit(grant, spec)
+        assert len((await _collect(session))[0]) == 3
+
+
+@pytest.mark.parametrize("phase", ["nobody", "reserved", "quarantined", "running"])
+async def test_blocks_that_nobody_answers_for_are_counted_whatever_else_is_held(phase: str) -> None:
+    async with _bench() as bench:
+        bench.worker.open_session("s")
+        spec = _spec(8, max_tokens=4)
+        if phase != "nobody":
+            grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        if phase == "quarantined":
+            await bench.open(grant)
+            bench.worker.abort(bench.worker._sessions.get("s"), spec.request_id)
+        elif phase == "running":
+            bench.runner.close_gate()
+            await bench.commit(grant, spec)
+        assert (await bench.load()).leaked_kv_blocks == 0
+        with bench.pool.allocate(2, owner="nobody#1"), capture_logs() as logs:
+            assert (await bench.load()).leaked_kv_blocks == 2
+            await bench.load()
+            assert [(entry["log_level"], entry["owners"]) for entry in logs] == [("error", {"nobody#1": 2})]
+        assert (await bench.load()).leaked_kv_blocks == 0
+
+
+async def test_books_that_do_not_balance_are_found_when_the_worker_is_idle_and_it_takes_nothing_new() -> None:
+    async with _bench() as bench:
+        bench.worker.open_session("s")
+        checking = asyncio.create_task(keep_checking(bench.worker, interval_s=0.01))
+        spec = _spec(8, max_tokens=4)
+        grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
+        bench.pool._holders[grant.block_ids[0]] += 1  # a bug would do that
+        await asyncio.sleep(0.1)
+        assert not checking.done(), "it is checked when the worker is idle"
+        assert not (await bench.load()).draining
+        bench.worker.abort(bench.worker._sessions.get("s"), spec.request_id)
+        async with asyncio.timeout(5):
+            await checking
+        assert (await bench.load()).draining
+        bench.pool._let_go(grant.block_ids[0])
 
 
 # --- the door -------------------------------------------------------------------------------------

@@ -509,9 +509,12 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
         with pytest.raises(Draining):
             await anext(bench.worker.prefill(_spec(4), _grant(1)))
         load = await anext(bench.worker.loads.watch(1.0))
-        assert load.draining
+        assert (load.draining, load.unfinished, load.running, load.leaked_kv_blocks) == (True, 1, 0, 0)
         bench.sender.transfers[0].end(HandoverDone(transport="tcp", kv_bytes=1, seconds=0.1))
         assert isinstance(await anext(events), HandedOver)
+        await bench.all_blocks_free()
+        bench.worker.end_drain()
+        await anext(bench.worker.prefill(_spec(4, max_tokens=1), None))
         await bench.all_blocks_free()
 
 

@@ -150,6 +150,8 @@ def test_what_changes_something_for_others_needs_the_right(cluster: SecureCluste
         assert len(client.workers()) == 2
         with pytest.raises(PermissionDenied, match="'admin'"):
             client.reset_prefix_cache()
+        with pytest.raises(PermissionDenied, match="'admin'"):
+            client.drain_worker("decode-0")
     with _client(cluster, certificates.ca, ADMIN_TOKEN) as client:
         assert len(client.reset_prefix_cache()) == 2
 
@@ -171,6 +173,7 @@ def _worker_calls(channel: grpc.Channel) -> list[Callable[[], object]]:
     return [
         lambda: worker.Describe(worker_pb2.DescribeRequest(), timeout=10),
         lambda: worker.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=10),
+        lambda: worker.Drain(worker_pb2.DrainRequest(), timeout=10),
         lambda: next(prefill.Prefill(worker_pb2.PrefillRequest(), timeout=10)),
         lambda: next(decode.Session(iter([opening]), timeout=10)),
     ]

@@ -343,6 +343,7 @@ class WorkerLoad:
 
     The free blocks include the `cached` ones, which the prefix cache knows until they are needed. Since the start,
     `looked_up` blocks of prompts were looked for there, and the `found` ones need not be computed or sent.
+    `unfinished` requests hold or wait for something, in whatever phase; `leaked` blocks are held by none of them.
     """
 
     free_kv_blocks: int = 0
@@ -355,6 +356,8 @@ class WorkerLoad:
     cached_kv_blocks: int = 0
     prefix_looked_up_blocks: int = 0
     prefix_found_blocks: int = 0
+    unfinished: int = 0
+    leaked_kv_blocks: int = 0
 
 
 # --- the hand-over --------------------------------------------------------------------------------

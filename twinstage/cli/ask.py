@@ -1,4 +1,4 @@
-"""The commands that call a router: generate, chat, embed, workers, models, reset-prefix-cache."""
+"""The commands that call a router: generate, chat, embed, workers, drain, models, reset-prefix-cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from twinstage.cli.output import (
     console_for_tables,
     models_table,
     placement_line,
+    state_of,
     timing_line,
     usage_line,
     workers_table,
 )
 from twinstage.client import Embeddings, GenerationStream, Options, Summary, TwinstageClient
+from twinstage.client.results import WorkerInfo
 from twinstage.types import Finish
 
 _SHOWN_NUMBERS = 4
@@ -54,6 +56,25 @@ def workers(client: TwinstageClient, *, as_json: bool) -> None:
         _print_json(found)
     else:
         console_for_tables().print(workers_table(found))
+
+
+def drain(client: TwinstageClient, worker_id: str, *, wait: bool, timeout_s: float | None, as_json: bool) -> None:
+    """Drain a worker, and say how it is."""
+    with client:
+        _print_worker(client.drain_worker(worker_id, wait=wait, timeout_s=timeout_s), as_json=as_json)
+
+
+def undrain(client: TwinstageClient, worker_id: str, *, as_json: bool) -> None:
+    """End the draining of a worker, and say how it is."""
+    with client:
+        _print_worker(client.undrain_worker(worker_id), as_json=as_json)
+
+
+def _print_worker(worker: WorkerInfo, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(worker)
+    else:
+        print(f"{worker.worker_id}  {state_of(worker)}")
 
 
 def reset_prefix_cache(client: TwinstageClient, *, model: str, worker_id: str, as_json: bool) -> None:

@@ -14,7 +14,10 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_MAX_TOKENS = 256  # a terminal wants more than the API's 16 and less than a whole context
 
 Address = Annotated[
-    str, typer.Option("--address", metavar="HOST:PORT", envvar="TWINSTAGE_ADDRESS", help="Where the router listens.")
+    str,
+    typer.Option(
+        "--address", "--router", metavar="HOST:PORT", envvar="TWINSTAGE_ADDRESS", help="Where the router listens."
+    ),
 ]
 ModelName = Annotated[str, typer.Option("--model", help="Name of the model; by default the only one that is served.")]
 Timeout = Annotated[float | None, typer.Option("--timeout", min=0.001, help="Deadline of the call, in seconds.")]

@@ -104,6 +104,38 @@ def workers(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json:
 
 @app.command()
 @takes_flag_groups
+def drain(
+    *,
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `twinstage workers` shows it.")],
+    access: AccessFlags,
+    address: Address = DEFAULT_ADDRESS,
+    wait: Annotated[bool, typer.Option("--wait", help="Return once nothing is left on the worker.")] = False,
+    timeout: Timeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a worker finish what it has and take nothing new. Then it can be stopped, and no client notices."""
+    from twinstage.cli import ask
+
+    ask.drain(access.client(address), worker, wait=wait, timeout_s=timeout, as_json=as_json)
+
+
+@app.command()
+@takes_flag_groups
+def undrain(
+    *,
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `twinstage workers` shows it.")],
+    access: AccessFlags,
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+) -> None:
+    """Let a draining worker take requests again."""
+    from twinstage.cli import ask
+
+    ask.undrain(access.client(address), worker, as_json=as_json)
+
+
+@app.command()
+@takes_flag_groups
 def reset_prefix_cache(
     *,
     access: AccessFlags,

@@ -122,6 +122,18 @@ def human_bytes(count: int) -> str:
     return f"{value:.1f} {units[-1]}"
 
 
+def state_of(worker: WorkerInfo) -> str:
+    """The state of a worker, with what a draining one has left."""
+    if worker.state != "draining":
+        return worker.state
+    return f"draining, {worker.unfinished} left" if worker.unfinished else "drained"
+
+
+def _kv_blocks(worker: WorkerInfo) -> str:
+    free = f"{worker.free_kv_blocks}/{worker.total_kv_blocks}"
+    return f"{free}, {worker.leaked_kv_blocks} leaked" if worker.leaked_kv_blocks else free
+
+
 def workers_table(workers: Iterable[WorkerInfo]) -> Table:
     numbers = ("kv blocks free", "prefix hits", "running", "waiting", "finished", "kv received")
     table = _table(("worker", "role", "state", "model", "address"), numbers, ("transports", "detail"))
@@ -129,10 +141,10 @@ def workers_table(workers: Iterable[WorkerInfo]) -> Table:
         table.add_row(
             worker.worker_id or "?",
             worker.role.value if worker.role is not None else "?",
-            worker.state,
+            state_of(worker),
             worker.model,
             worker.address,
-            f"{worker.free_kv_blocks}/{worker.total_kv_blocks}",
+            _kv_blocks(worker),
             f"{worker.prefix_found_blocks / worker.prefix_looked_up_blocks:.0%}"
             if worker.prefix_looked_up_blocks
             else "",

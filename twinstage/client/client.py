@@ -191,6 +191,24 @@ class TwinstageClient:
             response = self._admin.ResetPrefixCache(request, timeout=ADMIN_TIMEOUT_S)
         return tuple(map(responses.prefix_cache_reset, response.workers))
 
+    def drain_worker(self, worker_id: str, *, wait: bool = False, timeout_s: float | None = None) -> WorkerInfo:
+        """Let a worker finish what it has and take nothing new; with `wait`, return once nothing is left on it.
+
+        Raises DeadlineExceeded when something is left after `timeout_s`; the worker goes on draining.
+        """
+        request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, wait=wait)
+        timeout_s = timeout_s if wait else timeout_s or ADMIN_TIMEOUT_S
+        with our_errors(self.address):
+            response = self._admin.DrainWorker(request, timeout=timeout_s)
+        return responses.worker(response.worker)
+
+    def undrain_worker(self, worker_id: str) -> WorkerInfo:
+        """Let a draining worker take requests again."""
+        request = admin_pb2.UndrainWorkerRequest(worker_id=worker_id)
+        with our_errors(self.address):
+            response = self._admin.UndrainWorker(request, timeout=ADMIN_TIMEOUT_S)
+        return responses.worker(response.worker)
+
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served."""
         with our_errors(self.address):

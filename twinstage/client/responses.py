@@ -113,6 +113,8 @@ def worker(message: admin_pb2.Worker) -> WorkerInfo:
         cached_kv_blocks=message.cached_kv_blocks,
         prefix_looked_up_blocks=message.prefix_looked_up_blocks,
         prefix_found_blocks=message.prefix_found_blocks,
+        unfinished=message.unfinished,
+        leaked_kv_blocks=message.leaked_kv_blocks,
     )
 
 

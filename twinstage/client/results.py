@@ -112,6 +112,8 @@ class WorkerInfo:
     cached_kv_blocks: int = 0
     prefix_looked_up_blocks: int = 0
     prefix_found_blocks: int = 0
+    unfinished: int = 0
+    leaked_kv_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from twinstage.hosting.books import Leaks
 from twinstage.kv.block_pool import BlockPool
 from twinstage.types import WorkerLoad
 
 MIN_SPACING_S = 0.02  # an engine step may take less; nobody needs the load more often than this
 
 
-def pool_load(pool: BlockPool) -> WorkerLoad:
+def pool_load(pool: BlockPool, leaks: Leaks) -> WorkerLoad:
     """What the block pool says of a worker's load."""
     lookups = pool.prefix_lookups
     return WorkerLoad(
@@ -19,6 +20,7 @@ def pool_load(pool: BlockPool) -> WorkerLoad:
         cached_kv_blocks=pool.num_cached,
         prefix_looked_up_blocks=lookups.wanted,
         prefix_found_blocks=lookups.found,
+        leaked_kv_blocks=leaks.count(),
     )
 
 

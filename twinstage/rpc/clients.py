@@ -201,6 +201,16 @@ class WorkerConnection:
             request = worker_pb2.ResetPrefixCacheRequest()
             return (await self._worker.ResetPrefixCache(request, timeout=timeout_s)).dropped_blocks
 
+    async def drain(self, *, timeout_s: float) -> None:
+        """Let the worker take nothing new and finish what it has."""
+        with self.translated():
+            await self._worker.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
+
+    async def undrain(self, *, timeout_s: float) -> None:
+        """Let the worker take requests again. Raises Draining when its process ends."""
+        with self.translated():
+            await self._worker.Undrain(worker_pb2.UndrainRequest(), timeout=timeout_s)
+
     @contextlib.contextmanager
     def prefill(
         self, spec: SequenceSpec, grant: KvGrant | None, *, timeout_s: float, grant_follows: bool = False

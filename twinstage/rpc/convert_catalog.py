@@ -49,4 +49,6 @@ def worker_to_proto(
         worker.cached_kv_blocks = load.cached_kv_blocks
         worker.prefix_looked_up_blocks = load.prefix_looked_up_blocks
         worker.prefix_found_blocks = load.prefix_found_blocks
+        worker.unfinished = load.unfinished
+        worker.leaked_kv_blocks = load.leaked_kv_blocks
     return worker

@@ -252,6 +252,8 @@ def worker_load_to_proto(load: WorkerLoad) -> worker_pb2.WatchLoadResponse:
         cached_kv_blocks=load.cached_kv_blocks,
         prefix_looked_up_blocks=load.prefix_looked_up_blocks,
         prefix_found_blocks=load.prefix_found_blocks,
+        unfinished=load.unfinished,
+        leaked_kv_blocks=load.leaked_kv_blocks,
     )
 
 
@@ -267,4 +269,6 @@ def worker_load_from_proto(message: worker_pb2.WatchLoadResponse) -> WorkerLoad:
         cached_kv_blocks=message.cached_kv_blocks,
         prefix_looked_up_blocks=message.prefix_looked_up_blocks,
         prefix_found_blocks=message.prefix_found_blocks,
+        unfinished=message.unfinished,
+        leaked_kv_blocks=message.leaked_kv_blocks,
     )

@@ -154,13 +154,15 @@ async def run_until_signalled(
     health: HealthService,
     *,
     grace_s: float,
+    last_words_s: float = 0.0,
     on_drain: DrainCallback | None = None,
 ) -> None:
     """Wait for SIGTERM or SIGINT, then end the started `server`; on return every call has ended.
 
     `on_drain` runs after health said NOT_SERVING and while calls are still served. It, and the calls after it, share
-    `grace_s` seconds; then what still runs is cancelled. An exception of `on_drain` is raised after the server has
-    stopped. A second signal ends the process with exit code 128 + its number, also after this has returned.
+    `grace_s` seconds; calls have `last_words_s` in any case. Then what still runs is cancelled. An exception of
+    `on_drain` is raised after the server has stopped. A second signal ends the process with exit code 128 + its number,
+    also after this has returned.
     """
     async with _first_signal() as signalled:
         first = await signalled
@@ -171,7 +173,7 @@ async def run_until_signalled(
         await asyncio.wait({drain})
         # Watches have no end of their own, and would use up the grace period.
         health.end_watches()
-        await server.stop(max(0.0, deadline_s - time.monotonic()))
+        await server.stop(max(last_words_s, deadline_s - time.monotonic()))
     logger.info("stopped")
     drain.result()
 

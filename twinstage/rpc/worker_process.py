@@ -21,6 +21,7 @@ from typing import Generic, NoReturn, TypeVar
 import grpc
 
 from twinstage.errors import ConfigError, IntegrityError, ModelError
+from twinstage.hosting.books import keep_checking
 from twinstage.hosting.settings import WorkerSettings
 from twinstage.rpc.callers import CallerInterceptor, callers_with_secrets, read_shared_secrets
 from twinstage.rpc.health import OVERALL, HealthService
@@ -41,6 +42,7 @@ from twinstage.types import Role, WorkerDescription
 from twinstage.worker.v1 import worker_pb2_grpc
 
 WORKER_SERVICE = "twinstage.worker.v1.WorkerService"
+LAST_WORDS_S = 1.0  # after the drain: in which those are told whose requests it did not finish
 FREE_TIMEOUT_S = 15.0  # a stopped peer is noticed by the deadlines of the KV channel, which are shorter
 END_TIMEOUT_S = 2 * FREE_TIMEOUT_S  # from the end of the last call until the process has ended
 # How long a thread that wants to run Python waits for one that does. A step computes without the interpreter's lock;
@@ -95,9 +97,15 @@ class WorkerProcess(Generic[Worker]):
         for name in (OVERALL, *self._service_names):
             health.set(name, serving=True)
         self._log_ready(worker, port)
+        checking = asyncio.create_task(keep_checking(worker), name="check books")
         await run_until_signalled(
-            server, health, grace_s=self._settings.drain_timeout, on_drain=lambda: self._drain(worker)
+            server,
+            health,
+            grace_s=self._settings.drain_timeout,
+            last_words_s=LAST_WORDS_S,
+            on_drain=lambda: self._drain(worker),
         )
+        checking.cancel()
         end_within(END_TIMEOUT_S, exit_code=1)
         return await self._free(worker)
 
@@ -142,10 +150,12 @@ class WorkerProcess(Generic[Worker]):
         )
 
     async def _drain(self, worker: Worker) -> None:
-        worker.begin_drain()
+        """Finish what there is. What is left when this is cancelled goes on elsewhere, once its router was told."""
+        worker.begin_drain(for_good=True)
         try:
             await worker.wait_idle()
         finally:
+            worker.abort_all()
             worker.end_streams()
 
     async def _free(self, worker: Worker) -> int:

@@ -34,8 +34,14 @@ class ServedWorker(Protocol):
     def reset_prefix_cache(self) -> int:
         """Forget what is in the KV blocks; returns of how many. What is begun already is not cached later either."""
 
-    def begin_drain(self) -> None:
-        """Take nothing new from now on."""
+    def begin_drain(self, *, for_good: bool = False) -> None:
+        """Take nothing new from now on; with `for_good`, because the process ends."""
+
+    def end_drain(self) -> None:
+        """Take new requests again. Raises Draining when the process ends."""
+
+    def check_books(self) -> None:
+        """Raise IntegrityError unless the books of KV blocks balance. Called off the event loop."""
 
     async def wait_idle(self) -> None:
         """Return when nothing runs and nothing is being freed any more."""
@@ -71,7 +77,7 @@ class Loading(Generic[Worker]):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Describe, WatchLoad, GetTokenizerBundle and ResetPrefixCache of one worker."""
+    """Describe, WatchLoad, GetTokenizerBundle, ResetPrefixCache, Drain and Undrain of one worker."""
 
     def __init__(self, loading: Loading[Any]) -> None:
         self._loading = loading
@@ -109,6 +115,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         dropped = self._worker().reset_prefix_cache()
         logger.info("prefix cache reset", dropped_blocks=dropped)
         return worker_pb2.ResetPrefixCacheResponse(dropped_blocks=dropped)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:  # noqa: N802
+        self._worker().begin_drain()
+        logger.info("drains until it is told otherwise")
+        return worker_pb2.DrainResponse()
+
+    async def Undrain(self, request: worker_pb2.UndrainRequest, context: Any) -> worker_pb2.UndrainResponse:  # noqa: N802
+        self._worker().end_drain()
+        logger.info("takes requests again")
+        return worker_pb2.UndrainResponse()
 
     def _worker(self) -> ServedWorker:
         worker: ServedWorker = self._loading.get()

@@ -156,6 +156,8 @@ class Worker(_message.Message):
     PREFIX_LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    LEAKED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The worker's id; empty until it was reached."""
     address: _builtins.str
@@ -188,6 +190,12 @@ class Worker(_message.Message):
     """Those of them that were found and so neither computed nor sent again."""
     numerics: _builtins.str
     """All that decides the bits of its results, in deterministic mode. Empty: they may depend on what else it computes."""
+    unfinished: _builtins.int
+    """Requests that hold or wait for something on it, in whatever phase. A draining worker with none can be stopped, and
+    no client notices.
+    """
+    leaked_kv_blocks: _builtins.int
+    """KV blocks held in the name of requests that the worker does not know: 0, unless there is a bug."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports it can use."""
@@ -212,10 +220,12 @@ class Worker(_message.Message):
         prefix_looked_up_blocks: _builtins.int = ...,
         prefix_found_blocks: _builtins.int = ...,
         numerics: _builtins.str = ...,
+        unfinished: _builtins.int = ...,
+        leaked_kv_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_kv_blocks", b"cached_kv_blocks", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "model", b"model", "numerics", b"numerics", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_kv_blocks", b"cached_kv_blocks", "detail", b"detail", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "id", b"id", "kv_bytes_received", b"kv_bytes_received", "leaked_kv_blocks", b"leaked_kv_blocks", "model", b"model", "numerics", b"numerics", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "role", b"role", "running", b"running", "state", b"state", "total_kv_blocks", b"total_kv_blocks", "transports", b"transports", "unfinished", b"unfinished", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,3 +386,101 @@ class PrefixCacheReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixCacheReset: _TypeAlias = PrefixCacheReset  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    """Names a worker to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's id. An unknown one is NOT_FOUND, one that is lost is UNAVAILABLE."""
+    wait: _builtins.bool
+    """Answer only once nothing is left on the worker, or it has ended or was undrained; at the call's deadline the answer
+    is DEADLINE_EXCEEDED, and the worker goes on draining. Default: answer as soon as it drains.
+    """
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        wait: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """The worker drains."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The worker as it is now."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerRequest(_message.Message):
+    """Names a worker that shall take requests again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's id. An unknown one is NOT_FOUND, one that is lost is UNAVAILABLE."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerRequest: _TypeAlias = UndrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UndrainWorkerResponse(_message.Message):
+    """The worker does not drain any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The worker as it is now."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainWorkerResponse: _TypeAlias = UndrainWorkerResponse  # noqa: Y015

@@ -55,6 +55,16 @@ class AdminServiceStub:
                 request_serializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/twinstage.v1.AdminService/DrainWorker',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/twinstage.v1.AdminService/UndrainWorker',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -91,6 +101,20 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Lets a draining worker take requests again. Fails when its process was told to end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +137,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.UndrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +258,60 @@ class AdminService:
             '/twinstage.v1.AdminService/ResetPrefixCache',
             twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
             twinstage_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.v1.AdminService/DrainWorker',
+            twinstage_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.v1.AdminService/UndrainWorker',
+            twinstage_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,10 @@ class AdminServiceStub:
     Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
     comes back. Fails when a worker that is connected does not answer.
     """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
+    """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
+    UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
+    """Lets a draining worker take requests again. Fails when its process was told to end."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -61,6 +65,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
     comes back. Fails when a worker that is connected does not answer.
     """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
+    UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    """Lets a draining worker take requests again. Fails when its process was told to end."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Inspects and operates the service."""
@@ -99,5 +107,21 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
         comes back. Fails when a worker that is connected does not answer.
         """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _admin_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
+        """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
+
+    @_abc_1.abstractmethod
+    def UndrainWorker(
+        self,
+        request: _admin_pb2.UndrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UndrainWorkerResponse, _abc.Awaitable[_admin_pb2.UndrainWorkerResponse]]:
+        """Lets a draining worker take requests again. Fails when its process was told to end."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -274,6 +274,8 @@ class WatchLoadResponse(_message.Message):
     CACHED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_LOOKED_UP_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_FOUND_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    LEAKED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     free_kv_blocks: _builtins.int
     """KV blocks that nobody holds, cached ones included."""
     running: _builtins.int
@@ -294,6 +296,12 @@ class WatchLoadResponse(_message.Message):
     """Blocks of prompts that were looked for in the prefix cache, since the start."""
     prefix_found_blocks: _builtins.int
     """Those of them that were found."""
+    unfinished: _builtins.int
+    """Requests that hold or wait for something on the worker, in whatever phase: hand-overs and blocks that are being
+    freed count as well. A draining worker with none can be stopped, and nobody notices.
+    """
+    leaked_kv_blocks: _builtins.int
+    """KV blocks held in the name of requests that the worker does not know: 0, unless there is a bug."""
     def __init__(
         self,
         *,
@@ -307,10 +315,12 @@ class WatchLoadResponse(_message.Message):
         cached_kv_blocks: _builtins.int = ...,
         prefix_looked_up_blocks: _builtins.int = ...,
         prefix_found_blocks: _builtins.int = ...,
+        unfinished: _builtins.int = ...,
+        leaked_kv_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_kv_blocks", b"cached_kv_blocks", "draining", b"draining", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "kv_bytes_received", b"kv_bytes_received", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "running", b"running", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_kv_blocks", b"cached_kv_blocks", "draining", b"draining", "finished", b"finished", "free_kv_blocks", b"free_kv_blocks", "kv_bytes_received", b"kv_bytes_received", "leaked_kv_blocks", b"leaked_kv_blocks", "prefix_found_blocks", b"prefix_found_blocks", "prefix_looked_up_blocks", b"prefix_looked_up_blocks", "running", b"running", "unfinished", b"unfinished", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,6 +386,74 @@ class ResetPrefixCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Lets a worker drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """The worker takes nothing new."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class UndrainRequest(_message.Message):
+    """Lets a worker take requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainRequest: _TypeAlias = UndrainRequest  # noqa: Y015
+
+@_typing.final
+class UndrainResponse(_message.Message):
+    """The worker takes requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainResponse: _TypeAlias = UndrainResponse  # noqa: Y015
 
 @_typing.final
 class GetTokenizerBundleResponse(_message.Message):

@@ -55,6 +55,16 @@ class WorkerServiceStub:
                 request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twinstage.worker.v1.WorkerService/Drain',
+                request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/twinstage.worker.v1.WorkerService/Undrain',
+                request_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -90,6 +100,20 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Lets the worker take nothing new and finish what it has. Idempotent; the load says when nothing is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Lets it take new requests again. Refused once the worker's process was told to end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +136,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +257,60 @@ class WorkerService:
             '/twinstage.worker.v1.WorkerService/ResetPrefixCache',
             twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheRequest.SerializeToString,
             twinstage_dot_worker_dot_v1_dot_worker__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.worker.v1.WorkerService/Drain',
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.worker.v1.WorkerService/Undrain',
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            twinstage_dot_worker_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

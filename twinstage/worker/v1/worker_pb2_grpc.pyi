@@ -45,6 +45,10 @@ class WorkerServiceStub:
     """Streams the tokenizer bundle (tokenizer, chat template, generation defaults) in pieces."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]
     """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
+    """Lets the worker take nothing new and finish what it has. Idempotent; the load says when nothing is left."""
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    """Lets it take new requests again. Refused once the worker's process was told to end."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -61,6 +65,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Streams the tokenizer bundle (tokenizer, chat template, generation defaults) in pieces."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPrefixCacheRequest, _worker_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Lets the worker take nothing new and finish what it has. Idempotent; the load says when nothing is left."""
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Lets it take new requests again. Refused once the worker's process was told to end."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What every worker offers."""
@@ -98,6 +106,22 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_worker_pb2.ResetPrefixCacheResponse]]:
         """Forgets what is in the worker's KV blocks: nothing that was computed before is found after it."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
+        """Lets the worker take nothing new and finish what it has. Idempotent; the load says when nothing is left."""
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
+        """Lets it take new requests again. Refused once the worker's process was told to end."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

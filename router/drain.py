@@ -1,0 +1,79 @@
+"""DrainWorker and UndrainWorker: what an operator does before and after touching a worker.
+
+The worker itself is what drains, and says so in its load reports: other routers see it, and one that starts anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from router.worker_entry import WorkerEntry, WorkerLife
+from router.workers import WorkerTable
+from twinstage.errors import DeadlineExceeded, NotFound, WorkerLost
+from twinstage.types import WorkerId, WorkerLoad
+
+CALL_TIMEOUT_S = 5.0
+LONGEST_WAIT_S = 3600.0  # when the caller sets no deadline
+MARGIN_S = 0.2  # before the caller's deadline, so that it hears how much is left
+
+
+async def drain_worker(
+    workers: WorkerTable, worker_id: WorkerId, *, wait: bool, timeout_s: float | None
+) -> WorkerEntry:
+    """Let a worker drain; the table shows it when this returns. With `wait`, nothing is left on the worker then.
+
+    A worker that ends or is undrained meanwhile is waited for no longer. Raises NotFound, WorkerLost, or
+    DeadlineExceeded after `timeout_s` seconds.
+    """
+    entry, life = _connected(workers, worker_id)
+    await life.connection.drain(timeout_s=CALL_TIMEOUT_S)
+    until_s = _until_s(timeout_s)
+    await _told(workers, entry, life, lambda load: load.draining, until_s=until_s)
+    if wait:
+        await _told(workers, entry, life, lambda load: not (load.draining and load.unfinished), until_s=until_s)
+    return entry
+
+
+async def undrain_worker(workers: WorkerTable, worker_id: WorkerId, *, timeout_s: float | None) -> WorkerEntry:
+    """Let a worker take requests again; the table shows it when this returns.
+
+    Raises NotFound, WorkerLost, Draining when its process ends, or DeadlineExceeded.
+    """
+    entry, life = _connected(workers, worker_id)
+    await life.connection.undrain(timeout_s=CALL_TIMEOUT_S)
+    await _told(workers, entry, life, lambda load: not load.draining, until_s=_until_s(timeout_s))
+    return entry
+
+
+def _until_s(timeout_s: float | None) -> float:
+    asked_s = LONGEST_WAIT_S if timeout_s is None else max(timeout_s - MARGIN_S, timeout_s / 2)
+    return time.monotonic() + min(asked_s, LONGEST_WAIT_S)
+
+
+def _connected(workers: WorkerTable, worker_id: WorkerId) -> tuple[WorkerEntry, WorkerLife]:
+    """The worker of that id. Raises NotFound, or WorkerLost when it is not connected now."""
+    known = [entry for entry in workers.entries if entry.description and entry.description.worker_id == worker_id]
+    for entry in known:
+        if entry.life is not None:
+            return entry, entry.life
+    if known:
+        raise WorkerLost(f"worker {worker_id} is {known[0].state.value}: it cannot be told anything now")
+    raise NotFound(f"there is no such worker as {worker_id!r}", resource_type="worker", resource_name=worker_id)
+
+
+async def _told(
+    workers: WorkerTable,
+    entry: WorkerEntry,
+    life: WorkerLife,
+    condition: Callable[[WorkerLoad], bool],
+    *,
+    until_s: float,
+) -> None:
+    """Return when the worker's reports say so, or it has ended. Raises DeadlineExceeded at `until_s` (monotonic)."""
+    while entry.life is life and not (life.load is not None and condition(life.load)):
+        if not await workers.changed(until_s=until_s):
+            left = life.load.unfinished if life.load is not None else 0
+            raise DeadlineExceeded(
+                f"worker {life.description.worker_id} drains, and {left} requests were left at the deadline"
+            )
