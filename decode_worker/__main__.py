@@ -50,7 +50,7 @@ def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], Dec
 
     from decode_worker.worker import DecodeWorker
     from twinstage.hosting.assemble import build_engine
-    from twinstage.transfer.receiver import KvReceiver
+    from twinstage.transfer.receiver import ChannelTimeouts, KvReceiver
 
     parts, description = build_engine(settings, found, role=Role.DECODE, protocol_version=PROTOCOL_VERSION)
     return lambda loop: DecodeWorker(
@@ -63,6 +63,7 @@ def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], Dec
             shm_directory=_socket_directory(settings),
             tcp_listen=split_address(settings.kv_listen) if "tcp" in settings.transports else None,
             tcp_advertise=settings.kv_advertise,
+            timeouts=ChannelTimeouts.of_lease(settings.lease),
         ),
         description=description,
         tokenizer_bundle=found.bundle.to_bytes(),

@@ -67,10 +67,16 @@ def _load_generative(settings: PrefillSettings, found: FoundModel) -> MakeWorker
 
     from prefill_worker.worker import PrefillWorker
     from twinstage.hosting.assemble import build_engine
-    from twinstage.transfer.sender import KvSender
+    from twinstage.transfer.sender import ChannelTimeouts, KvSender
 
     parts, description = build_engine(settings, found, role=Role.PREFILL, protocol_version=PROTOCOL_VERSION)
-    sender = KvSender(parts.memory, kv_identity(description), secret=secret, transports=settings.transports)
+    sender = KvSender(
+        parts.memory,
+        kv_identity(description),
+        secret=secret,
+        transports=settings.transports,
+        timeouts=ChannelTimeouts.of_lease(settings.lease),
+    )
     return lambda loop: PrefillWorker(
         parts,
         sender=sender,

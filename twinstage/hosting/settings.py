@@ -88,6 +88,13 @@ class WorkerSettings(ProcessSettings):
         description="File with the secret that routers must send, the same as their --worker-secret-file; each further "
         "line is accepted as well, so that secrets can be replaced. Without it everybody may call this worker.",
     )
+    lease: float = Field(
+        default=10.0,
+        ge=0.3,
+        le=600,
+        description="Seconds after which a router, or the worker at the other end of a KV channel, that says nothing "
+        "is taken for lost, and what it holds here is freed.",
+    )
     cache_directory: Path | None = Field(
         default=None, description="Where prepared models are kept; by default $TWINSTAGE_CACHE or ~/.cache/twinstage."
     )

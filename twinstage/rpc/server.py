@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,6 @@ from twinstage.telemetry.process import STOP_SIGNALS, end_at_next_signal, end_no
 if TYPE_CHECKING:
     from twinstage.rpc.interceptors import ServerInterceptor
 
-KEEPALIVE_INTERVAL_S = 30.0
-KEEPALIVE_TIMEOUT_S = 10.0
 MIN_CLIENT_PING_INTERVAL_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0  # for TLS and the beginning of HTTP/2; who connects and says nothing is cut off
 MAX_METADATA_BYTES = 16 * 1024  # of a call, keys and values, as they stand before they are compressed
@@ -46,6 +45,19 @@ UNLIMITED = 0  # what the core's counters take for "no limit"
 logger = get_logger(__name__)
 
 DrainCallback = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepalive:
+    """When a connection that has been silent is asked for a sign of life, and how long it may take to give one."""
+
+    interval_s: float = 30.0
+    timeout_s: float = 10.0
+
+    @classmethod
+    def of_lease(cls, lease_s: float) -> Keepalive:
+        """Peers that say nothing for `lease_s` are lost."""
+        return cls(interval_s=lease_s / 2, timeout_s=lease_s / 2)
 
 
 def create_server(
@@ -57,6 +69,7 @@ def create_server(
     max_streams_per_connection: int | None = None,
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 3600.0,
+    keepalive: Keepalive | None = None,
 ) -> grpc.aio.Server:
     """A server that is not bound yet, with ErrorInterceptor outermost.
 
@@ -68,7 +81,7 @@ def create_server(
     between routers and workers need.
     """
     outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor()]
-    options = _options(max_receive_bytes, max_send_bytes)
+    options = _options(max_receive_bytes, max_send_bytes, keepalive or Keepalive())
     if max_connections is not None:
         options.append(("grpc.max_allowed_incoming_connections", max_connections))
     if max_streams_per_connection is not None:
@@ -81,7 +94,7 @@ def create_server(
     return grpc.aio.server(interceptors=[*outermost, *interceptors], options=options)
 
 
-def _options(max_receive_bytes: int, max_send_bytes: int) -> list[tuple[str, int]]:
+def _options(max_receive_bytes: int, max_send_bytes: int, keepalive: Keepalive) -> list[tuple[str, int]]:
     """Channel arguments of the core. gzip needs none: the core accepts it."""
     return [
         # Without it a second server on the same port would silently take half of the connections.
@@ -92,8 +105,8 @@ def _options(max_receive_bytes: int, max_send_bytes: int) -> list[tuple[str, int
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_TIMEOUT_S)),
         # Find clients that went away without a word, so that their requests are cancelled.
-        ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_INTERVAL_S)),
-        ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_S)),
+        ("grpc.keepalive_time_ms", _milliseconds(keepalive.interval_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(keepalive.timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", UNLIMITED),
         # Clients may do the same, also while they wait for a first token. Faster ones are told too_many_pings.

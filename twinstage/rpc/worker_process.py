@@ -25,7 +25,7 @@ from twinstage.hosting.books import keep_checking
 from twinstage.hosting.settings import WorkerSettings
 from twinstage.rpc.callers import CallerInterceptor, callers_with_secrets, read_shared_secrets
 from twinstage.rpc.health import OVERALL, HealthService
-from twinstage.rpc.server import bind, create_server, run_until_signalled
+from twinstage.rpc.server import Keepalive, bind, create_server, run_until_signalled
 from twinstage.rpc.tls import credentials_of_process
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
@@ -79,7 +79,7 @@ class WorkerProcess(Generic[Worker]):
     async def run(self) -> int:
         """Serve until a signal; returns the exit code. Raises ConfigError or ModelError when it cannot start."""
         credentials = credentials_of_process(self._settings)
-        server = create_server(self._interceptors())
+        server = create_server(self._interceptors(), keepalive=Keepalive.of_lease(self._settings.lease))
         health = HealthService(self._service_names)
         health.attach(server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self._loading), server)

@@ -29,10 +29,11 @@ from twinstage.errors import ChecksumMismatch, InternalError, StaleHandle, Trans
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.handshake import Session
-from twinstage.transfer.incoming import FenceCallback, IncomingTable, IncomingTransfer
+from twinstage.transfer.incoming import IncomingTable, IncomingTransfer, call_back
 from twinstage.transfer.messages import (
     Abort,
     Ack,
+    Alive,
     Commit,
     Message,
     Nack,
@@ -90,6 +91,7 @@ class Connection:
         table: IncomingTable,
         delegate: TransferDelegate,
         count_bytes: Callable[[int], None],
+        silence_s: float,
     ) -> None:
         self.transport: Transport = transport
         self._stream = stream
@@ -98,6 +100,7 @@ class Connection:
         self._table = table
         self._delegate = delegate
         self._count_bytes = count_bytes
+        self._silence_s = silence_s
         self._send_lock = threading.Lock()
         self._abandoned = False  # this side ended the connection: its end does not say that the sender stopped
 
@@ -105,7 +108,7 @@ class Connection:
         """Read and answer until the sender ends the connection. Ends every transfer it still has open."""
         error = TransferError(f"prefill worker {self._session.peer_worker_id} ended the connection")
         try:
-            while (frame := self._stream.receive()) is not None:
+            while (frame := self._stream.receive(idle_s=self._patience_s)) is not None:
                 self._answer(frame)
         except TransferError as broken:
             error = broken
@@ -114,6 +117,11 @@ class Connection:
             self._leave(error)
             with self._send_lock:
                 self._stream.close()
+
+    @property
+    def _patience_s(self) -> float | None:
+        """How long the sender may say nothing: for ever, unless a transfer of it is in the books."""
+        return self._silence_s if self._table.transfers_of(self) else None
 
     def stop_writing(self, transfer_id: int) -> None:
         """Ask the sender to stop; a sender that cannot be asked loses the connection."""
@@ -149,6 +157,8 @@ class Connection:
             case Abort():
                 self._fail(message.transfer_id, TransferError("the sender aborted the transfer"))
                 self._fence(message.transfer_id)
+            case Alive():
+                self._send(message)
             case Revoked():
                 self._fence(message.transfer_id)
             case _:
@@ -281,12 +291,3 @@ class Connection:
     def _send(self, message: Message, *, timeout_s: float = _SEND_S) -> None:
         with self._send_lock:
             self._stream.send(message, timeout_s=timeout_s)
-
-
-def call_back(callbacks: list[FenceCallback]) -> None:
-    """Tell everyone who waited that a transfer's blocks are safe."""
-    for callback in callbacks:
-        try:
-            callback()
-        except Exception:  # the boundary to the owner's code: the next one is told all the same
-            logger.exception("a fence callback failed")

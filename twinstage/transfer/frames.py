@@ -21,6 +21,7 @@ from twinstage.errors import HandshakeRefused, TransferError
 from twinstage.transfer.messages import (
     Abort,
     Ack,
+    Alive,
     Challenge,
     Commit,
     Hello,
@@ -39,7 +40,7 @@ from twinstage.transfer.messages import (
 )
 
 MAGIC = b"TWKV"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_BODY_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 1024 * 1024  # larger writes are split, so that transfers that share a connection take turns
 MAX_PIECES = 512  # of one Write; also keeps its views below the kernel's limit of 1024 buffers a call
@@ -66,6 +67,7 @@ class FrameType(enum.IntEnum):
     ABORT = 22
     REVOKE = 23
     REVOKED = 24
+    ALIVE = 25
 
 
 _MODELS: dict[FrameType, type[JsonMessage]] = {
@@ -82,6 +84,7 @@ _MODELS: dict[FrameType, type[JsonMessage]] = {
     FrameType.ABORT: Abort,
     FrameType.REVOKE: Revoke,
     FrameType.REVOKED: Revoked,
+    FrameType.ALIVE: Alive,
 }
 _FRAME_TYPES: dict[type[Message], FrameType] = {model: kind for kind, model in _MODELS.items()}
 

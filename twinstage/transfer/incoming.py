@@ -21,11 +21,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from twinstage.errors import IntegrityError, StaleHandle, TransferError
+from twinstage.telemetry.log import get_logger
 from twinstage.transfer.gate import WriteGate
 from twinstage.transfer.handshake import grant_proof
 from twinstage.transfer.messages import Open, Piece, Transport, Write
 from twinstage.transfer.values import KvIdentity
 from twinstage.types import KvGrant
+
+logger = get_logger(__name__)
 
 FenceCallback = Callable[[], None]
 
@@ -217,3 +220,12 @@ class IncomingTable:
     def _remove(self, transfer: IncomingTransfer) -> None:
         del self._transfers[transfer.grant.transfer_id]
         self._blocks.difference_update(transfer.grant.block_ids)
+
+
+def call_back(callbacks: list[FenceCallback]) -> None:
+    """Tell everyone who waited that a transfer's blocks are safe."""
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:  # the boundary to the owner's code: the next one is told all the same
+            logger.exception("a fence callback failed")

@@ -1,7 +1,7 @@
 """The messages of the KV channel: strict models, so that a wrong type, range or field never gets past the decoder.
 
-sender    Hello      Proof        Open        Write ...  Commit         Abort          Revoked
-receiver     Challenge   Welcome      Opened                   Ack|Nack         Revoke
+sender    Hello      Proof        Open        Write ...  Commit         Abort          Revoked    Alive
+receiver     Challenge   Welcome      Opened                   Ack|Nack         Revoke               Alive
                          Refused      Nack
 """
 
@@ -136,6 +136,10 @@ class Revoked(_Body):
     transfer_id: Unsigned64
 
 
+class Alive(_Body):
+    """Both: I am here. The sender says it while a transfer is under way, and the receiver answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes [offset, offset + length) of one block, and their xxh3_64."""
@@ -161,7 +165,20 @@ class Write:
 
 
 JsonMessage = (
-    Hello | Challenge | Proof | Welcome | Refused | Open | Opened | Commit | Ack | Nack | Abort | Revoke | Revoked
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Refused
+    | Open
+    | Opened
+    | Commit
+    | Ack
+    | Nack
+    | Abort
+    | Revoke
+    | Revoked
+    | Alive
 )
 Message = JsonMessage | Write
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from twinstage.errors import IllegalTransition, StaleHandle
+from twinstage.errors import IllegalTransition, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.frames import MAX_PIECES
@@ -119,6 +119,15 @@ class OutgoingTransfer:
         if self.answer_deadline_s is None:
             return self.lease_deadline_s
         return min(self.lease_deadline_s, self.answer_deadline_s)
+
+    def too_late(self) -> TransferError | None:
+        """Why this transfer has taken too long, if it has."""
+        now_s = time.monotonic()
+        if now_s >= self.lease_deadline_s:
+            return StaleHandle("the lease of the grant ran out before the hand-over was complete")
+        if now_s >= self.deadline_s:
+            return TransferError("the decode worker did not answer in time")
+        return None
 
     def next_portions(self, memory: BlockMemory, max_bytes: int) -> list[Portion]:
         """What is to be written next, at most `max_bytes`; nothing when nothing is pending.

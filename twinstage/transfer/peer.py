@@ -21,9 +21,11 @@ from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.dial import Channel
 from twinstage.transfer.handshake import grant_proof
+from twinstage.transfer.heartbeat import Heartbeat
 from twinstage.transfer.messages import (
     Abort,
     Ack,
+    Alive,
     Message,
     Nack,
     Open,
@@ -33,7 +35,7 @@ from twinstage.transfer.messages import (
 )
 from twinstage.transfer.outgoing import OutgoingPhase, OutgoingTransfer
 from twinstage.transfer.reasons import error_from_reason
-from twinstage.transfer.values import HandoverFailed, TransferOutcome
+from twinstage.transfer.values import ChannelTimeouts, HandoverFailed, TransferOutcome
 
 logger = get_logger(__name__)
 
@@ -42,14 +44,21 @@ class Peer:
     """One decode worker, as long as one connection to it lives."""
 
     def __init__(
-        self, name: str, *, dial: Callable[[], Channel], memory: BlockMemory, layout_fingerprint: str, answer_s: float
+        self,
+        name: str,
+        *,
+        dial: Callable[[], Channel],
+        memory: BlockMemory,
+        layout_fingerprint: str,
+        timeouts: ChannelTimeouts,
     ) -> None:
-        """`dial` connects, on the writer thread; `answer_s` is how long the receiver may owe an answer."""
+        """`dial` connects, on the writer thread."""
         self._name = name
         self._dial = dial
         self._memory = memory
         self._layout_fingerprint = layout_fingerprint
-        self._answer_s = answer_s
+        self._answer_s = timeouts.answer_s
+        self._heartbeat = Heartbeat(timeouts.silence_s)
         self._condition = threading.Condition()
         self._transfers: dict[int, OutgoingTransfer] = {}
         self._ready: dict[OutgoingTransfer, None] = {}  # an ordered set: whose turn it is
@@ -164,6 +173,9 @@ class Peer:
         self._post(said)
 
     def _post(self, said: Message | TransferError) -> None:
+        self._heartbeat.heard()
+        if isinstance(said, Alive):
+            return
         with self._condition:
             self._inbox.append(said)
             self._condition.notify()
@@ -175,17 +187,18 @@ class Peer:
             self._hear(message, channel)
         if transfer is not None and transfer.phase is not OutgoingPhase.DONE:
             self._step(transfer, channel)
-        now_s = time.monotonic()
         for late in self._live():
-            if late.deadline_s <= now_s:
-                self._drop(late, _too_late(late, now_s), channel)
+            if (error := late.too_late()) is not None:
+                self._drop(late, error, channel)
+        if self._heartbeat.is_due(is_needed=bool(self._live())):
+            channel.stream.send(Alive())
 
     def _wait(self) -> tuple[list[Message | TransferError], OutgoingTransfer | None]:
         """Wait for something to do: what was said, whose turn it is, or a deadline."""
         with self._condition:
             while not (self._inbox or self._ready or self._closing):
-                deadline_s = min((transfer.deadline_s for transfer in self._transfers.values()), default=None)
-                timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+                deadlines = [transfer.deadline_s for transfer in self._transfers.values()]
+                timeout_s = min([*deadlines, self._heartbeat.next_s]) - time.monotonic() if deadlines else None
                 if timeout_s is not None and timeout_s <= 0:
                     break
                 self._condition.wait(timeout_s)
@@ -287,9 +300,3 @@ class Peer:
     def _live(self) -> list[OutgoingTransfer]:
         with self._condition:
             return list(self._transfers.values())
-
-
-def _too_late(transfer: OutgoingTransfer, now_s: float) -> TransferError:
-    if transfer.lease_deadline_s <= now_s:
-        return StaleHandle("the lease of the grant ran out before the hand-over was complete")
-    return TransferError("the decode worker did not answer in time")

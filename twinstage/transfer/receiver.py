@@ -23,10 +23,10 @@ from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer import tcp
 from twinstage.transfer.callers import MAX_CONNECTIONS, Callers
-from twinstage.transfer.connection import Connection, TransferDelegate, call_back
+from twinstage.transfer.connection import Connection, TransferDelegate
 from twinstage.transfer.handshake import checked_secret, welcome
 from twinstage.transfer.host import host_id
-from twinstage.transfer.incoming import FenceCallback, IncomingTable
+from twinstage.transfer.incoming import FenceCallback, IncomingTable, call_back
 from twinstage.transfer.messages import Transport
 from twinstage.transfer.shm import PrivateSocket
 from twinstage.transfer.values import ChannelTimeouts, HandoverCommit, KvIdentity, ReceivedBlocks
@@ -235,6 +235,7 @@ class KvReceiver:
                 table=self._table,
                 delegate=self._delegate,
                 count_bytes=self._count_bytes,
+                silence_s=self._timeouts.silence_s,
             )
             if not self._callers.establish(threading.current_thread(), connection):
                 return

@@ -113,5 +113,5 @@ class KvSender:
             dial=lambda: self._dialler.dial(grant),
             memory=self._memory,
             layout_fingerprint=self._layout_fingerprint,
-            answer_s=self._timeouts.answer_s,
+            timeouts=self._timeouts,
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from twinstage.errors import TwinstageError
 from twinstage.types import ProducedToken, RequestId, WorkerId
 
+GREETING_S = 5.0  # to connect, and again to shake hands; neither waits for anything to be computed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
@@ -26,14 +28,22 @@ class ChannelTimeouts:
     handshake    until both ends have proved who they are
     answer       until the receiver answers an offer or a commit
     stall        until a frame that has begun is complete, in either direction
+    silence      until an end that says nothing, while a transfer is under way, is taken for lost
     shutdown     until peers have confirmed that they stopped writing, when a receiver closes
     """
 
-    connect_s: float = 5.0
-    handshake_s: float = 5.0
+    connect_s: float = GREETING_S
+    handshake_s: float = GREETING_S
     answer_s: float = 10.0
     stall_s: float = 10.0
+    silence_s: float = 10.0
     shutdown_s: float = 2.0
+
+    @classmethod
+    def of_lease(cls, lease_s: float) -> ChannelTimeouts:
+        """Those of a worker that takes a peer for lost after `lease_s`."""
+        greeting_s = min(lease_s, GREETING_S)
+        return cls(connect_s=greeting_s, handshake_s=greeting_s, answer_s=lease_s, stall_s=lease_s, silence_s=lease_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
