@@ -15,7 +15,7 @@ from chaos.cluster import ChaosCluster, Shape
 from chaos.faults import Done, Saboteur
 from chaos.judge import judge
 from chaos.load import Failure, Observation, Received
-from chaos.report import document, explanation, summary
+from chaos.report import document, explanation, summary, wait_s
 from chaos.run import ChaosRun, Result
 from chaos.schedule import Call, Fault, FaultKind, Plan, Schedule, draw
 from twinstage.types import Finish, FinishReason
@@ -181,3 +181,10 @@ def test_the_judge_knows_a_deadline_from_a_hang() -> None:
     early = at_deadline(5.0)
     early.ended_s = early.began_s + 1.0
     assert _kinds(early) == ["wrong status"]
+
+
+def test_a_wait_is_counted_from_the_fault_also_when_some_tokens_were_still_on_their_way() -> None:
+    assert wait_s(10.0, [9.9, 10.01, 12.0, 12.1]) == pytest.approx(1.99)
+    assert wait_s(10.0, [9.0, 10.5]) == pytest.approx(0.5)
+    assert wait_s(10.0, [10.2, 14.0, 20.0]) == pytest.approx(3.8), "what begins much later has another reason"
+    assert wait_s(10.0, [8.0, 9.0]) is None

@@ -27,6 +27,7 @@ from twinstage.v1 import admin_pb2, admin_pb2_grpc
 MARK = "TWINSTAGE_TEST_RUN"  # in the environment of every process, by which those of this run are known
 POLL_S = 0.05
 EXIT_TIMEOUT_S = 30.0
+_POISON_LIMIT = 50  # no request kills a worker here, and faults that meet one twice must not make it look so
 # Clients find a new router soon, and get an error at once while there is none.
 _CLIENT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -137,6 +138,7 @@ class ChaosCluster:
             flag for name in self.shape.worker_ids for flag in ("--workers", self.links[f"router:{name}"].address)
         ]
         flags = ("--listen", self.router_address, "--report-interval", str(self.shape.report_interval_s), *workers)
+        flags += ("--poison-limit", str(_POISON_LIMIT))
         self.members[ROUTER] = Member(name=ROUTER, module="router", flags=flags)
         first, *others = self.members.values()
         await self.start(first)  # it leaves in the cache what the others only read

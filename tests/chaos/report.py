@@ -17,8 +17,10 @@ import grpc
 from chaos.faults import Done
 from chaos.load import Observation
 from chaos.run import Result
+from chaos.schedule import CLIENTS, ROUTER
 
 _TAIL_LINES = 12
+_FELT_WITHIN_S = 1.0
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -61,8 +63,8 @@ def summary(report: dict[str, Any]) -> str:
         f"failed with: {_counts(report['failures'])}",
         f"blocks free again after {_shown(report['blocks_free_after_s'])}; this process was up to "
         f"{report['longest_lag_s']:.2f} s late",
-        "from a fault to the next token of the stream that waits longest, and to the end of the next new request that "
-        "succeeds:",
+        "longest wait for a token that a fault caused to a stream it touched, and time to the end of the next new "
+        "request that succeeds:",
     ]
     for kind, times in report["recovery_s"].items():
         lines.append(f"  {kind:13} {_shown(times['next_token']):45} {_shown(times['next_success'])}")
@@ -118,15 +120,30 @@ def _recoveries(result: Result) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _longest_wait(done: Done, observations: Sequence[Observation]) -> float | None:
-    """From the fault to the next token of the stream that got its next one last; None when none was in progress."""
+    """How long the fault held up the stream that it held up most, of those it touched; None if it touched none."""
     waits = [
-        times[position] - done.began_s
+        wait_s(done.began_s, observation.received.event_times)
         for observation in observations
-        if observation.began_s < done.began_s < observation.ended_s
-        and (times := observation.received.event_times)
-        and 0 < (position := bisect_right(times, done.began_s)) < len(times)
+        if observation.began_s < done.began_s < observation.ended_s and _touched(done, observation)
     ]
-    return max(waits, default=None)
+    return max((wait for wait in waits if wait is not None), default=None)
+
+
+def wait_s(fault_s: float, times: Sequence[float]) -> float | None:
+    """The longest wait for a token that began at the fault or soon after: what was on its way still arrives."""
+    start = bisect_right(times, fault_s)
+    soon = bisect_right(times, fault_s + _FELT_WITHIN_S)
+    moments = [fault_s, *times[start : soon + 1]]
+    return max((later - earlier for earlier, later in pairwise(moments)), default=None)
+
+
+def _touched(done: Done, observation: Observation) -> bool:
+    """Whether a stream was where the fault struck: on that worker, or on one that it is not on any more."""
+    worker, placement = done.fault.target.split(":")[-1], observation.received.placement
+    if worker in (ROUTER, CLIENTS) or placement is None or placement.retries:
+        return True
+    had_tokens = bisect_right(observation.received.event_times, done.began_s) > 0
+    return placement.decode_worker == worker or (placement.prefill_worker == worker and not had_tokens)
 
 
 def _failures(observations: Sequence[Observation]) -> Counter[str]:
