@@ -20,7 +20,7 @@ from decode_worker.request import DecodeRequest, RequestBook, blamed
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.sessions import Session
 from twinstage.engine.loop import EngineLoop
-from twinstage.errors import TransferError, TwinstageError
+from twinstage.errors import KvExhausted, TransferError, TwinstageError
 from twinstage.hosting.assemble import EngineParts
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.prefix_index import HashChain
@@ -30,6 +30,7 @@ from twinstage.transfer.receiver import KvReceiver
 from twinstage.transfer.values import ReceivedBlocks
 from twinstage.types import RequestId, SequenceSpec, WorkerDescription
 
+MAX_REQUESTS = 8192  # that have their blocks: some may share all of them with others, so the pool is no limit
 MAX_LEASE_S = 600.0  # the router ends its requests itself; the lease is for the time when it cannot
 
 logger = get_logger(__name__)
@@ -99,6 +100,8 @@ class Arrivals:
         Raises KvExhausted (it can never fit, or too many wait), DeadlineExceeded at `deadline_s` (monotonic), or what
         `refuse` was called with.
         """
+        if len(self._requests) >= MAX_REQUESTS:
+            raise KvExhausted(f"this decode worker has {MAX_REQUESTS} requests already")
         needed = blocks_needed(spec, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         transfer_id = secrets.randbits(63)
         key = RequestId(f"{spec.request_id}#{transfer_id:x}")
@@ -117,7 +120,12 @@ class Arrivals:
             return request
 
         wish = Wish(
-            request_id=spec.request_id, session_id=session.session_id, owner=key, num_blocks=needed, hashes=hashes
+            request_id=spec.request_id,
+            session_id=session.session_id,
+            owner=key,
+            num_blocks=needed,
+            hashes=hashes,
+            priority=spec.priority,
         )
         return await self._reservations.take(wish, use, timeout_s=deadline_s - time.monotonic())
 

@@ -1,9 +1,16 @@
-"""Requests that wait for KV blocks: first come, first served, woken by blocks that come back."""
+"""Requests that wait for KV blocks, woken by blocks that come back.
+
+They are served by rank: first come, first served, where each level of priority counts as a head start, so that nobody
+waits for ever behind others. One that is large and does not fit yet lets smaller ones pass that do, but no more of them
+than take as many blocks as it wants itself: small requests neither wait behind it nor starve it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
+import time
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,9 +19,10 @@ from twinstage.errors import DeadlineExceeded, KvExhausted, TwinstageError
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.prefix_index import HashChain
 from twinstage.kv.shortage import Shortage
-from twinstage.types import RequestId
+from twinstage.types import SECONDS_PER_PRIORITY_LEVEL, RequestId
 
 MAX_WAITING = 1024
+MAX_PASSED = 16  # requests that do not fit, which one that does may pass; each is looked at when blocks come back
 
 Reserved = TypeVar("Reserved")
 
@@ -31,6 +39,7 @@ class Wish:
     owner: RequestId
     num_blocks: int
     hashes: HashChain | None = None
+    priority: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,7 +47,12 @@ class _Waiter(Generic[Reserved]):
     wish: Wish
     use: Callable[[BlockTable], Reserved]
     result: asyncio.Future[Reserved]
+    rank: tuple[float, int]  # smaller is served first
     shortage: Shortage | None = None  # why it still waits
+    passed_by_blocks: int = 0  # given to others of worse rank meanwhile
+
+    def lets_pass(self, num_blocks: int) -> bool:
+        return self.passed_by_blocks + num_blocks <= self.wish.num_blocks
 
 
 class Reservations(Generic[Reserved]):
@@ -63,7 +77,8 @@ class Reservations(Generic[Reserved]):
         self._headroom = headroom
         self._give_up = give_up
         self._on_change = on_change
-        self._waiters: deque[_Waiter[Reserved]] = deque()
+        self._waiters: list[_Waiter[Reserved]] = []  # by rank
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -77,8 +92,9 @@ class Reservations(Generic[Reserved]):
         if len(self._waiters) >= MAX_WAITING:
             raise KvExhausted(f"the KV pool is full and {MAX_WAITING} requests wait for it")
         result: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(wish=wish, use=use, result=result)
-        self._waiters.append(waiter)
+        rank = (time.monotonic() - SECONDS_PER_PRIORITY_LEVEL * wish.priority, next(self._numbers))
+        waiter = _Waiter(wish=wish, use=use, result=result, rank=rank)
+        insort(self._waiters, waiter, key=lambda waiter: waiter.rank)
         self._on_change()
         self.serve()
         if result.done():
@@ -95,33 +111,51 @@ class Reservations(Generic[Reserved]):
         return result.result()
 
     def serve(self) -> None:
-        """Give blocks to those who wait, in order, as far as the pool allows."""
-        while self._waiters and self._may_take():
-            waiter = self._waiters[0]
-            wish = waiter.wish
-            keep_free = self._headroom()
-            if waiter.shortage is not None and not waiter.shortage.may_be_over(self._pool, keep_free=keep_free):
+        """Give blocks to those who wait, by rank, as far as the pool allows."""
+        passed: list[_Waiter[Reserved]] = []
+        for waiter in tuple(self._waiters):
+            if len(passed) > MAX_PASSED or not self._may_take():
                 return
-            prefix = wish.hashes.hashes if wish.hashes is not None else ()
-            changes = self._pool.changes
-            try:
-                table = self._pool.allocate(wish.num_blocks, owner=wish.owner, keep_free=keep_free, prefix=prefix)
-            except KvExhausted:
-                waiter.shortage = Shortage(changes=changes, keep_free=keep_free)
-                return
-            self._waiters.popleft()
-            try:
-                waiter.result.set_result(waiter.use(table))
-            except TwinstageError as error:
-                table.release()
-                waiter.result.set_exception(error)
-            self._on_change()
+            if waiter.result.done():
+                continue
+            if not all(other.lets_pass(waiter.wish.num_blocks) for other in passed):
+                continue
+            if (table := self._allocate(waiter)) is None:
+                passed.append(waiter)
+                if not waiter.lets_pass(1):
+                    return
+                continue
+            for other in passed:
+                other.passed_by_blocks += max(1, len(table) - table.num_shared)
+            self._give(waiter, table)
+
+    def _allocate(self, waiter: _Waiter[Reserved]) -> BlockTable | None:
+        """The blocks of a waiter; None when it must wait. What was in vain is tried again when the pool has changed."""
+        wish, keep_free = waiter.wish, self._headroom()
+        if waiter.shortage is not None and not waiter.shortage.may_be_over(self._pool, keep_free=keep_free):
+            return None
+        prefix = wish.hashes.hashes if wish.hashes is not None else ()
+        changes = self._pool.changes
+        try:
+            return self._pool.allocate(wish.num_blocks, owner=wish.owner, keep_free=keep_free, prefix=prefix)
+        except KvExhausted:
+            waiter.shortage = Shortage(changes=changes, keep_free=keep_free)
+            return None
+
+    def _give(self, waiter: _Waiter[Reserved], table: BlockTable) -> None:
+        self._waiters.remove(waiter)
+        try:
+            waiter.result.set_result(waiter.use(table))
+        except TwinstageError as error:
+            table.release()
+            waiter.result.set_exception(error)
+        self._on_change()
 
     def refuse(
         self, error: TwinstageError, *, session_id: str | None = None, request_id: RequestId | None = None
     ) -> None:
         """Fail those who wait: all of them, those of one session, or one request of it."""
-        kept: deque[_Waiter[Reserved]] = deque()
+        kept: list[_Waiter[Reserved]] = []
         for waiter in self._waiters:
             if session_id in (None, waiter.wish.session_id) and request_id in (None, waiter.wish.request_id):
                 waiter.result.set_exception(error)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from decode_worker.sessions import SequenceTotals, Session, SessionFailure, SessionGrant, SessionMessage, SessionStep
-from twinstage.errors import DeadlineExceeded, FieldViolation, InternalError, InvalidRequest, TwinstageError
+from twinstage.errors import (
+    DeadlineExceeded,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+    KvExhausted,
+    TwinstageError,
+)
 from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
 from twinstage.telemetry.log import get_logger
@@ -23,6 +30,7 @@ if TYPE_CHECKING:  # it imports torch, which the process does only once its serv
 logger = get_logger(__name__)
 
 SERVICE_NAME = "twinstage.worker.v1.DecodeService"
+MAX_RESERVING = 4096  # reservations of one session at once; those that wait for blocks have a limit of their own
 OPEN_TIMEOUT_S = 10.0  # until a session's first message has come
 
 
@@ -93,6 +101,10 @@ class _Reserving:
         """Reserve, and tell the router how it went."""
         request_id = RequestId(message.sequence.request_id)
         self.cancel(request_id)  # a router names its requests once
+        if len(self._tasks) >= MAX_RESERVING:
+            full = KvExhausted(f"{MAX_RESERVING} reservations of this session are under way")
+            self._tell(SessionFailure(request_id=request_id, error=full))
+            return
         task = self._tasks[request_id] = asyncio.create_task(self._reserve(request_id, message))
         task.add_done_callback(lambda _: self._forget(request_id, task))
 
@@ -121,6 +133,9 @@ class _Reserving:
         except Exception as error:  # the outermost frame of this task: the router must not wait for nothing
             logger.error("reservation failed unexpectedly", exc_info=error)
             answer = SessionFailure(request_id=request_id, error=InternalError("the reservation failed unexpectedly"))
+        self._tell(answer)
+
+    def _tell(self, answer: SessionMessage) -> None:
         self._session.put(answer)
         if self._session.closed:  # the router does not read
             self._worker.end_session(self._session)

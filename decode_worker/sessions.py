@@ -11,6 +11,7 @@ from twinstage.errors import AlreadyExists, Overloaded, TwinstageError, WorkerLo
 from twinstage.types import KvGrant, RequestId, TokenChunk
 
 MAX_UNREAD_MESSAGES = 4096
+MAX_UNREAD_CHUNKS = 32_768  # of all steps among them; one has a token, and log probabilities where they are asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,12 @@ class StepMessages:
 
 
 class Session:
-    """A router's stream. It fails when the router reads so slowly that `MAX_UNREAD_MESSAGES` messages pile up."""
+    """A router's stream. It fails when the router reads so slowly that more piles up than the two limits allow."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self._unread: deque[SessionMessage] = deque()
+        self._num_unread_chunks = 0
         self._news = asyncio.Event()
         self._closed = False
         self._error: TwinstageError | None = None
@@ -90,10 +92,13 @@ class Session:
         """Queue `message`; dropped when the session is closed."""
         if self._closed:
             return
-        if len(self._unread) >= MAX_UNREAD_MESSAGES:
+        num_chunks = self._num_unread_chunks + _num_chunks(message)
+        if len(self._unread) >= MAX_UNREAD_MESSAGES or num_chunks > MAX_UNREAD_CHUNKS:
+            why = f"the router has not read {len(self._unread)} messages; the session is given up"
             self._unread.clear()
-            self.close(Overloaded(f"the router has not read {MAX_UNREAD_MESSAGES} messages; the session is given up"))
+            self.close(Overloaded(why))
             return
+        self._num_unread_chunks = num_chunks
         self._unread.append(message)
         self._news.set()
 
@@ -108,13 +113,19 @@ class Session:
         """The messages in order, until the session is closed. Raises the error that it was closed with."""
         while True:
             while self._unread:
-                yield self._unread.popleft()
+                message = self._unread.popleft()
+                self._num_unread_chunks -= _num_chunks(message)
+                yield message
             if self._closed:
                 break
             self._news.clear()
             await self._news.wait()
         if self._error is not None:
             raise self._error
+
+
+def _num_chunks(message: SessionMessage) -> int:
+    return len(message.chunks) if isinstance(message, SessionStep) else 0
 
 
 class Sessions:

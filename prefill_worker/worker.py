@@ -23,19 +23,13 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest, check_fits
 from twinstage.engine.core import ComputedChunk, EngineCore, SequenceStats, StepOutput
 from twinstage.engine.loop import EngineLoop
-from twinstage.errors import Cancelled, Draining, InternalError
+from twinstage.errors import Cancelled, Draining, InternalError, Overloaded
 from twinstage.hosting.assemble import EngineParts
 from twinstage.hosting.books import Leaks
 from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard, pool_load
 from twinstage.hosting.sequence_check import check_sequence
-from twinstage.lifecycle import (
-    CancelledOutcome,
-    Failed,
-    Finished,
-    Outcome,
-    PrefillPhase,
-)
+from twinstage.lifecycle import CancelledOutcome, Failed, Finished, Outcome, PrefillPhase
 from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.sender import KvSender
@@ -50,6 +44,8 @@ from twinstage.types import (
     WorkerDescription,
     WorkerLoad,
 )
+
+MAX_REQUESTS = 2048  # in progress, most of them waiting in the engine's queue
 
 logger = get_logger(__name__)
 
@@ -89,8 +85,8 @@ class PrefillWorker:
     async def prefill(self, spec: SequenceSpec, grant: KvGrant | None) -> AsyncGenerator[PrefillEvent]:
         """Compute `spec`, hand its blocks over under `grant`, and report each step. Closing the iterator cancels it.
 
-        Raises InvalidRequest, KvExhausted (the prompt can never fit), Draining, TransferError, or what the engine
-        failed with.
+        Raises InvalidRequest, KvExhausted (the prompt can never fit), Overloaded, Draining, TransferError, or what the
+        engine failed with.
         """
         request = self._admit(spec, grant)
         try:
@@ -105,6 +101,8 @@ class PrefillWorker:
 
     def _admit(self, spec: SequenceSpec, grant: KvGrant | None) -> PrefillRequest:
         self._door.enter()
+        if len(self._requests) >= MAX_REQUESTS:
+            raise Overloaded(f"this prefill worker has {MAX_REQUESTS} requests already")
         check_sequence(spec, self.description.model)
         check_fits(spec, grant, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         self._serial += 1

@@ -1,7 +1,7 @@
 """The outbox: events on their way from a request's flow to its client.
 
-The flow never waits for the client. What the client has not taken yet is joined, so a slow client gets fewer and longer
-deltas, and no more is ever held than the request's own text.
+The flow never waits for the client. What the client has not taken yet is joined when it does, so a slow client gets
+fewer and longer deltas, and no more is ever held than the request's own text.
 """
 
 from __future__ import annotations
@@ -67,14 +67,22 @@ class Outbox:
         return self._closed
 
     def put(self, event: Event) -> None:
-        last = self._pending[-1] if self._pending else None
-        if isinstance(event, DeltaEvent) and isinstance(last, DeltaEvent) and last.index == event.index:
-            self._pending[-1] = DeltaEvent(
-                index=event.index, text=last.text + event.text, tokens=last.tokens + event.tokens
-            )
-        else:
-            self._pending.append(event)
+        self._pending.append(event)
         self._news.set()
+
+    def _take(self) -> Event:
+        """The next event; deltas in a row are one."""
+        event = self._pending.popleft()
+        if not isinstance(event, DeltaEvent):
+            return event
+        deltas = [event]
+        while self._pending and isinstance(delta := self._pending[0], DeltaEvent) and delta.index == event.index:
+            self._pending.popleft()
+            deltas.append(delta)
+        if len(deltas) == 1:
+            return event
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        return DeltaEvent(index=event.index, text="".join(delta.text for delta in deltas), tokens=tokens)
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing follows. The reader gets `error` after the events that were put before it."""
@@ -85,7 +93,7 @@ class Outbox:
     async def events(self) -> AsyncIterator[Event]:
         while True:
             while self._pending:
-                yield self._pending.popleft()
+                yield self._take()
             if self._closed:
                 if self._error is not None:
                     raise self._error

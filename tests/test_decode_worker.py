@@ -19,7 +19,14 @@ import decode_worker.arrivals
 from decode_worker.grants import MAX_TOKENS_NAMED_AT_ONCE, block_names
 from decode_worker.reservations import Reservations, Wish
 from decode_worker.service import DecodeServicer
-from decode_worker.sessions import MAX_UNREAD_MESSAGES, Session, SessionFailure, SessionMessage, SessionStep
+from decode_worker.sessions import (
+    MAX_UNREAD_CHUNKS,
+    MAX_UNREAD_MESSAGES,
+    Session,
+    SessionFailure,
+    SessionMessage,
+    SessionStep,
+)
 from decode_worker.worker import DecodeWorker
 from twinstage.errors import (
     AlreadyExists,
@@ -53,6 +60,7 @@ from twinstage.types import (
     Role,
     SamplingParameters,
     SequenceSpec,
+    TokenChunk,
     WorkerLoad,
 )
 from twinstage.worker.v1 import worker_pb2
@@ -661,7 +669,8 @@ async def test_what_can_never_run_is_refused_at_once() -> None:
 async def test_a_full_pool_serves_reservations_in_order_as_blocks_return() -> None:
     async with _bench(num_blocks=8) as bench:
         session = bench.worker.open_session("s")
-        await bench.worker.reserve("s", _spec(20, request_id="holder"), timeout_s=60.0)
+        await bench.worker.reserve("s", _spec(32 - BLOCK_SIZE, request_id="holder"), timeout_s=60.0)
+        await bench.worker.reserve("s", _spec(BLOCK_SIZE, request_id="other"), timeout_s=60.0)
         order: list[str] = []
 
         async def reserve(name: str, length: int) -> None:
@@ -671,7 +680,7 @@ async def test_a_full_pool_serves_reservations_in_order_as_blocks_return() -> No
         large = asyncio.ensure_future(reserve("large", 24))
         small = asyncio.ensure_future(reserve("small", 4))
         await asyncio.sleep(0.05)
-        assert order == [], "the small one does not overtake"
+        assert order == []
         assert (await anext(bench.worker.loads.watch(1.0))).waiting == 2
         bench.worker.abort(session, RequestId("holder"))
         await asyncio.gather(large, small)
@@ -715,6 +724,86 @@ def _reservations(pool: BlockPool, *, headroom: Callable[[], int] = lambda: 0) -
 
 def _wish(num_blocks: int, name: str = "r") -> Wish:
     return Wish(request_id=RequestId(name), session_id="s", owner=RequestId(name), num_blocks=num_blocks)
+
+
+def _wait_in_line(
+    reservations: Reservations[BlockTable], wishes: dict[str, int], order: list[str], **options: int
+) -> list[asyncio.Task[None]]:
+    """Tasks that wait for blocks, keep them, and enter their names into `order`."""
+
+    async def take(name: str, num_blocks: int) -> None:
+        wish = replace(_wish(num_blocks, name), **options)  # type: ignore[arg-type]
+        tables.append(await reservations.take(wish, lambda table: table, timeout_s=60.0))
+        order.append(name)
+
+    tables: list[BlockTable] = []
+    return [asyncio.create_task(take(name, num_blocks)) for name, num_blocks in wishes.items()]
+
+
+async def test_a_large_reservation_neither_holds_up_small_ones_nor_is_starved_by_them() -> None:
+    """A pool of 16 with 10 blocks held. 12 are wanted first; small ones pass until they have had as many."""
+    pool = BlockPool(16)
+    holder = pool.allocate(10, owner="holder")
+    reservations, order = _reservations(pool), list[str]()
+    tasks = _wait_in_line(reservations, {"large": 12}, order)
+    await asyncio.sleep(0)
+    small = 0
+
+    async def take_and_return() -> None:
+        nonlocal small
+        table = await reservations.take(_wish(2, "small"), lambda table: table, timeout_s=60.0)
+        small += 1
+        order.append("small")
+        await asyncio.sleep(0)
+        table.release()
+        reservations.serve()
+
+    for _ in range(20):  # there is always another one
+        tasks.append(asyncio.create_task(take_and_return()))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    assert small == 6, "as many blocks as the large one wants, and no more"
+    assert order == ["small"] * 6
+    assert pool.num_free == 6
+    holder.release()
+    reservations.serve()
+    await asyncio.gather(*tasks)
+    assert order[6] == "large"
+    assert len(reservations) == 0
+
+
+async def test_reservations_of_higher_priority_come_first() -> None:
+    pool = BlockPool(4)
+    holder = pool.allocate(4, owner="holder")
+    reservations, order = _reservations(pool), list[str]()
+    tasks = _wait_in_line(reservations, {"a": 1, "b": 1}, order)
+    await asyncio.sleep(0)
+    tasks += _wait_in_line(reservations, {"urgent": 1}, order, priority=1)
+    tasks += _wait_in_line(reservations, {"background": 1}, order, priority=-1)
+    await asyncio.sleep(0)
+    holder.release()
+    reservations.serve()
+    await asyncio.gather(*tasks)
+    assert order == ["urgent", "a", "b", "background"]
+
+
+async def test_cancelled_reservations_leave_the_queue_at_once() -> None:
+    """A thousand that were given up are not looked at any more when blocks come back."""
+    pool = BlockPool(2)
+    holder = pool.allocate(2, owner="holder")
+    reservations, order = _reservations(pool), list[str]()
+    given_up = _wait_in_line(reservations, {f"r{number}": 2 for number in range(1000)}, order)
+    await asyncio.sleep(0)
+    patient = _wait_in_line(reservations, {"patient": 2}, order)
+    await asyncio.sleep(0)
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    assert len(reservations) == 1
+    holder.release()
+    reservations.serve()
+    await asyncio.gather(*patient)
+    assert order == ["patient"]
 
 
 @pytest.mark.parametrize("ending", ["cancel", "deadline"])
@@ -909,6 +998,34 @@ async def test_a_session_that_is_not_read_is_given_up() -> None:
     assert session.closed
     with pytest.raises(Overloaded):
         await anext(session.messages())
+
+
+async def test_a_session_is_given_up_by_its_tokens_too() -> None:
+    """A step carries a token of every sequence, so the number of messages says little."""
+    session = Session("s")
+    chunk = TokenChunk(request_id=RequestId("r"), tokens=(ProducedToken(token_id=1),))
+    step = SessionStep(chunks=(chunk,) * 512, totals=())
+    messages = session.messages()
+    for _ in range(3 * MAX_UNREAD_CHUNKS // 512):  # what is read does not count
+        session.put(step)
+        await anext(messages)
+    for _ in range(MAX_UNREAD_CHUNKS // 512):
+        session.put(step)
+    assert not session.closed
+    session.put(step)
+    assert session.closed
+    with pytest.raises(Overloaded):
+        await anext(messages)
+
+
+async def test_requests_with_blocks_are_bounded_although_they_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.arrivals.MAX_REQUESTS", 2)
+    async with _bench() as bench:
+        bench.worker.open_session("s")
+        for name in ("a", "b"):
+            await bench.worker.reserve("s", _spec(request_id=name), timeout_s=60.0)
+        with pytest.raises(KvExhausted, match="has 2 requests already"):
+            await bench.worker.reserve("s", _spec(request_id="c"), timeout_s=60.0)
 
 
 async def test_a_router_that_does_not_read_loses_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

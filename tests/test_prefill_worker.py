@@ -501,6 +501,29 @@ async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:
         await bench.all_blocks_free()
 
 
+async def test_requests_are_bounded_and_cancelled_ones_leave_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that were given up while a step ran are not computed, and make room for others."""
+    monkeypatch.setattr("prefill_worker.worker.MAX_REQUESTS", 20)
+    async with _bench(num_blocks=8) as bench:
+        bench.runner.close_gate()
+        calls = [bench.worker.prefill(_spec(8, max_tokens=1, request_id=f"r{number}"), None) for number in range(20)]
+        reading = [asyncio.ensure_future(anext(call)) for call in calls]
+        assert await asyncio.to_thread(bench.runner.entered.wait, 5)
+        with pytest.raises(Overloaded):
+            await anext(bench.worker.prefill(_spec(8, max_tokens=1, request_id="too many"), None))
+        for task in reading[1:]:
+            task.cancel()
+        await asyncio.gather(*reading[1:], return_exceptions=True)
+        bench.runner.open_gate()
+        assert isinstance(await reading[0], FirstToken)
+        async with asyncio.timeout(5):
+            await bench.worker.wait_idle()
+        last = [event async for event in bench.worker.prefill(_spec(8, max_tokens=1, request_id="last"), None)]
+        assert len(last) == 1
+        assert bench.runner.num_steps == 2, "one each for the first and the last"
+        await asyncio.gather(*(call.aclose() for call in calls))
+
+
 async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
     async with _bench() as bench:
         events = bench.worker.prefill(_spec(18), _grant(5))

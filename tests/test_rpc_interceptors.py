@@ -51,6 +51,34 @@ async def test_errors_after_replies_become_their_status(kind: str) -> None:
     assert error.tokens_sent == 2
 
 
+async def _drain(replies: AsyncIterator[StringValue]) -> None:
+    async for _ in replies:
+        pass
+
+
+async def test_a_client_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core takes some megabytes for it; then the call ends, its generator is closed, and nothing more is made."""
+    monkeypatch.setattr("twinstage.rpc.interceptors.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("twinstage.rpc.interceptors.LAST_WORD_S", 0.1)
+    closed = asyncio.Event()
+
+    async def endless(request: object, context: object) -> AsyncIterator[StringValue]:
+        try:
+            while True:
+                yield StringValue(value="x" * 65536)
+        finally:
+            closed.set()
+
+    async with serving(unary_stream=endless) as service:
+        call = service.unary_stream(GenerateRequest(prompt="Hello"))
+        async with asyncio.timeout(10):
+            await closed.wait()
+        await asyncio.sleep(0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(_drain(call), 10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_other_exceptions_are_logged_and_not_told(kind: str) -> None:
     with capture_logs() as logs:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import socket
@@ -69,7 +70,7 @@ from twinstage.transfer.receiver import KvReceiver
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
 from twinstage.transfer.shm import receive_descriptor
 from twinstage.transfer.tcp import receive_payload
-from twinstage.transfer.values import ChannelTimeouts
+from twinstage.transfer.values import ChannelTimeouts, TransferOutcome
 from twinstage.transfer.wire import FrameSocket
 from twinstage.types import KvEndpoint, KvGrant
 
@@ -388,6 +389,31 @@ def test_late_answers_change_nothing_at_the_sender(transport: str) -> None:
         sender.close()
         stream.close()
     assert len(results) == 1
+    source.close()
+
+
+def test_a_receiver_that_says_more_than_it_was_asked_is_not_heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nothing meanwhile, so that the writer has no time to hear it."""
+    monkeypatch.setattr("twinstage.transfer.peer.MAX_UNHEARD", 100)
+    source = BlockMemory.create(num_blocks=2, block_bytes=1 << 25)
+    results: queue.Queue[TransferOutcome] = queue.Queue()
+    with FakeReceiver("tcp", source) as (grant, receive):
+        sender = KvSender(source, identity("prefill-1", 8), secret=SECRET)
+        transfer = sender.open(grant, results.put)
+        stream = receive()
+        assert isinstance(hear(stream), Open)
+        stream.send(Opened(transfer_id=grant.transfer_id))
+        transfer.write([0], 0)
+        assert isinstance(getattr(stream.receive(idle_s=WAIT_S), "message", None), Write)  # it goes on for longer
+        for number in range(1000):
+            stream.send(Ack(transfer_id=1000 + number))
+        reader = f"kv-reader-{grant.worker_id}"
+        eventually(lambda: all(thread.name != reader for thread in threading.enumerate()))
+        (peer,) = sender._peers
+        assert len(peer._inbox) <= 102
+        stream.close()
+        assert isinstance(results.get(timeout=WAIT_S), HandoverFailed)
+        sender.close()
     source.close()
 
 

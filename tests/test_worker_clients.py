@@ -44,6 +44,20 @@ async def test_what_is_subscribed_to_a_session_fails_with_it_and_so_does_what_co
                 assert [type(error) for error in heard] == [WorkerLost]
 
 
+async def test_a_worker_that_takes_nothing_any_more_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go, and what is to be said of them may not pile up."""
+    monkeypatch.setattr("twinstage.rpc.decode_session.MAX_UNSENT", 10)
+    async with connected() as (_, connection):
+        session = await connection.open_session(timeout_s=5)
+        with session.subscribe(MINE) as mine:
+            for number in range(10):
+                session.abort(RequestId(str(number)))
+            assert not mine.ended
+            session.abort(RequestId("one more"))
+            with pytest.raises(WorkerLost, match="has not read 10 messages"):
+                await mine.receive()
+
+
 def senders() -> list[asyncio.Task[Any]]:
     """The tasks that send the requests of sessions."""
     return [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task.get_coro())]

@@ -15,6 +15,7 @@ from twinstage.rpc.status import error_from_reason
 from twinstage.types import Finish, KvEndpoint, KvGrant, ProducedToken, RequestId, SequenceSpec, TokenChunk
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
+MAX_UNSENT = 8192  # messages; a worker that takes none of so many is lost
 ANSWER_MARGIN_S = 1.0  # by which a worker's own word that the deadline is over may be late
 
 
@@ -116,7 +117,7 @@ class DecodeSession:
         self._translated = translated
         self._subscriptions: dict[RequestId, DecodeSubscription] = {}
         self._reserving: dict[RequestId, asyncio.Future[worker_pb2.SessionGrant]] = {}
-        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # bounded by live requests
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # see `_send`
         self._lost: TwinstageError | None = None  # why the session is closed
         self._call = stub.Session(self._requests())
 
@@ -218,7 +219,14 @@ class DecodeSession:
     def abort(self, request_id: RequestId) -> None:
         """End a request on the worker. Unknown and finished ones are ignored there."""
         if self._lost is None:
-            self._outgoing.put_nowait(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
+            self._send(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
+
+    def _send(self, message: worker_pb2.SessionRequest) -> None:
+        """Queue a message. Requests come and go while a worker does not read, so their number is no limit."""
+        if self._outgoing.qsize() >= MAX_UNSENT:
+            self.close(WorkerLost(f"the worker at {self._address} has not read {MAX_UNSENT} messages"))
+        else:
+            self._outgoing.put_nowait(message)
 
     async def reserve(self, spec: SequenceSpec, *, deadline_s: float) -> tuple[KvGrant, float]:
         """Reserve blocks, waiting at most `deadline_s` seconds. Returns the grant and the seconds it waited.
@@ -237,7 +245,7 @@ class DecodeSession:
             sequence=sequence_spec_to_proto(spec), deadline_ms=max(1, round(deadline_s * 1000))
         )
         waiting = self._reserving[spec.request_id] = asyncio.get_running_loop().create_future()
-        self._outgoing.put_nowait(worker_pb2.SessionRequest(reserve=request))
+        self._send(worker_pb2.SessionRequest(reserve=request))
         try:
             yield Reservation(waiting, address=self._address, timeout_s=deadline_s + ANSWER_MARGIN_S)
         finally:

@@ -25,12 +25,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import grpc
 import structlog
 
-from twinstage.errors import FieldViolation, InternalError, InvalidRequest, TwinstageError, Unavailable, Unimplemented
+from twinstage.errors import (
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TwinstageError,
+    Unavailable,
+    Unimplemented,
+)
 from twinstage.rpc.status import code_of, error_to_status
 from twinstage.telemetry.log import get_logger
 
 REQUEST_ID_METADATA_KEY = "x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
+WRITE_TIMEOUT_S = 60.0  # in which a client has to take a message of a stream, or some of what is before it
+LAST_WORD_S = 2.0  # for the status of a call whose client takes nothing; then the call is dropped
 
 logger = get_logger(__name__)
 _request_id: ContextVar[str] = ContextVar("twinstage_request_id", default="")
@@ -187,7 +197,7 @@ class _Call:
                 if inspect.isasyncgen(responses):
                     await stack.enter_async_context(contextlib.aclosing(responses))
                 async for response in responses:
-                    await context.write(self.serialize(response))
+                    await _write(context, self.serialize(response))
 
         await self._run(answer, request, context)
 
@@ -230,13 +240,26 @@ class _Call:
         """Send the status and raise grpc.aio.AbortError, or CancelledError when the client has gone meanwhile."""
         status = error_to_status(error, current_request_id())
         try:
-            await context.abort(status.code, status.message, status.trailing_metadata)
+            async with asyncio.timeout(LAST_WORD_S):
+                await context.abort(status.code, status.message, status.trailing_metadata)
+        except TimeoutError:
+            logger.debug(event, method=self.method, client="takes nothing")
+            raise asyncio.CancelledError from None
         except grpc.aio.AbortError:
             logger.log(level, event, method=self.method, code=status.code.name, message=status.message)
             raise
         except grpc.aio.BaseError:
             logger.debug(event, method=self.method, client="gone")
             raise asyncio.CancelledError from None
+
+
+async def _write(context: Context, message: bytes) -> None:
+    """Send a message of a stream. Raises Overloaded when the client takes nothing: what it is owed would pile up."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(message)
+    except TimeoutError:
+        raise Overloaded(f"the client took nothing of the answer for {WRITE_TIMEOUT_S:.0f} s") from None
 
 
 def _checked_message(request: Any) -> Any:

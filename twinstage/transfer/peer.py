@@ -37,6 +37,8 @@ from twinstage.transfer.outgoing import OutgoingPhase, OutgoingTransfer
 from twinstage.transfer.reasons import error_from_reason
 from twinstage.transfer.values import ChannelTimeouts, HandoverFailed, TransferOutcome
 
+MAX_UNHEARD = 8192  # words of the receiver that the writer has not come to hear; a transfer gets three at most
+
 logger = get_logger(__name__)
 
 
@@ -166,19 +168,22 @@ class Peer:
         said: Message | TransferError
         try:
             while (frame := channel.stream.receive()) is not None:
-                self._post(frame.message)
+                if self._post(frame.message) > MAX_UNHEARD:
+                    raise TransferError(f"decode worker {self._name} says more than it was asked")
             said = TransferError(f"decode worker {self._name} ended the connection")
         except TransferError as error:
             said = error
         self._post(said)
 
-    def _post(self, said: Message | TransferError) -> None:
+    def _post(self, said: Message | TransferError) -> int:
+        """Returns how many words the writer has not heard yet."""
         self._heartbeat.heard()
         if isinstance(said, Alive):
-            return
+            return 0
         with self._condition:
             self._inbox.append(said)
             self._condition.notify()
+            return len(self._inbox)
 
     def _take_turn(self, channel: Channel) -> None:
         """One turn of the writer; raises TransferError when the connection is over."""
