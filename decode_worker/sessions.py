@@ -134,6 +134,9 @@ class Sessions:
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def open(self, session_id: str) -> Session:
         """A new session. Raises AlreadyExists."""
         if session_id in self._open:

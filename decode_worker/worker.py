@@ -75,6 +75,7 @@ class DecodeWorker:
         )
         self._finished = 0
         self._door = Door("decode worker")
+        self._is_ending = False
         self._idle = asyncio.Event()
         self._idle.set()
         parts.pool.add_free_listener(lambda: self._call_soon(self._blocks_freed))
@@ -93,6 +94,8 @@ class DecodeWorker:
         """The router has gone: end all that it asked for. Idempotent."""
         if not self._sessions.remove(session):
             return
+        if self._is_ending and not self._sessions:
+            self.loads.end()
         self._arrivals.refuse(session_lost(session.session_id), session_id=session.session_id)
         for request in self._requests.live(session):
             self._end(request, CancelledOutcome())
@@ -252,9 +255,14 @@ class DecodeWorker:
         await self._idle.wait()
 
     def end_streams(self) -> None:
-        """Let sessions and load watches end once their last message is delivered."""
-        self.loads.end()
+        """Let sessions end once their last message is delivered, and then the load watches.
+
+        Without load reports a router takes the worker for lost, and reads its session no further.
+        """
+        self._is_ending = True
         self._sessions.close_all(Draining("this decode worker has shut down"))
+        if not self._sessions:
+            self.loads.end()
 
     def abort_all(self) -> None:
         """End everything that runs."""

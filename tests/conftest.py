@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from fused_models import tiny_config
 from harness import ProcessCluster
-from tiny_models import make_tiny_llama
+from tiny_models import make_tiny_llama, make_tiny_model
+from twinstage.engine.llm import LLM, LlmOptions
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +23,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_tiny_llama(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def quick_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama for own kernels (`--weights fp32`): workers start in a second, and batches change no bit."""
+    config = tiny_config("llama", hidden_size=96, intermediate_size=160)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "quick-llama", config, weight_scale=3.0)
+
+
+@pytest.fixture(scope="session")
+def quick_reference(quick_model: Path) -> Iterator[LLM]:
+    """The engine in one process on the same model."""
+    options = LlmOptions(weights="fp32", kv_cache_bytes=8_000_000, threads=1)
+    with LLM(str(quick_model), options) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -589,12 +589,18 @@ async def test_a_draining_worker_finishes_what_has_blocks_and_takes_nothing_new(
             bench.worker.open_session("t")
         with pytest.raises(Draining, match="shutting down"):
             bench.worker.end_drain()
+        loads = bench.worker.loads.watch(0.05)
+        await anext(loads)
         bench.worker.end_streams()
         messages = session.messages()
         token_ids, _ = await _collect_from(messages)
         assert len(token_ids) == 3
         with pytest.raises(Draining):
             await anext(messages)
+        await anext(loads)  # a router reads nothing of a session whose worker reports no load any more
+        bench.worker.end_session(session)
+        with pytest.raises(StopAsyncIteration):
+            await anext(loads)
 
 
 async def test_a_worker_that_does_not_drain_any_more_takes_requests() -> None:

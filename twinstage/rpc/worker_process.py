@@ -150,13 +150,18 @@ class WorkerProcess(Generic[Worker]):
         )
 
     async def _drain(self, worker: Worker) -> None:
-        """Finish what there is. What is left when this is cancelled goes on elsewhere, once its router was told."""
+        """Finish what there is; what is left when the time is over fails, so that its router continues it elsewhere.
+
+        The streams stay open then until the last words are said: a router that lost its load reports would call the
+        worker lost before it heard what became of each request.
+        """
         worker.begin_drain(for_good=True)
         try:
             await worker.wait_idle()
-        finally:
+        except asyncio.CancelledError:
             worker.abort_all()
-            worker.end_streams()
+            raise
+        worker.end_streams()
 
     async def _free(self, worker: Worker) -> int:
         """End what the grace period did not, free everything, and look at the books."""
