@@ -17,7 +17,7 @@ from chaos.judge import judge
 from chaos.load import Failure, Observation, Received
 from chaos.report import document, explanation, summary, wait_s
 from chaos.run import ChaosRun, Result
-from chaos.schedule import Call, Fault, FaultKind, Plan, Schedule, draw
+from chaos.schedule import Call, Fault, FaultKind, Plan, Schedule, draw, draw_rounds, from_json, to_json
 from twinstage.types import Finish, FinishReason
 from twinstage.v1 import common_pb2
 
@@ -51,7 +51,7 @@ def _plan(shape: Shape) -> Plan:
         resets_per_s=0.2,
         burst=12,
         longest_fault_s=0.7,
-        patience_s=20.0,
+        patience_s=40.0,
         kinds=KINDS,
     )
 
@@ -73,14 +73,18 @@ def test_twenty_seeds(tmp_path: Path) -> None:
 
 async def _run(directory: Path, shape: Shape, cases: list[AnsweredCase], schedules: list[Schedule]) -> Result:
     async with ChaosCluster(directory, shape).opened() as cluster:
-        return await ChaosRun(cluster, cases, schedules, say=print).play()
+        return await ChaosRun(cluster, cases, schedules, say=print, heals_between=False).play()
 
 
 def test_a_seed_has_one_schedule() -> None:
     plan = _plan(Shape(model=""))
     assert draw(3, plan) == draw(3, plan)
     assert draw(3, plan) != draw(4, plan)
-    assert Schedule.from_json(draw(3, plan).to_json()) == draw(3, plan)
+    rounds = draw_rounds(3, replace(plan, seconds=2.0, num_faults=7), round_s=0.6)
+    assert [schedule.seed for schedule in rounds] == list(range(3, 3 + len(rounds)))
+    assert rounds[0].faults == draw(3, plan).faults
+    assert sum(len(schedule.faults) for schedule in rounds) <= 7
+    assert from_json(to_json(rounds)) == rounds
 
 
 # --- the judge ------------------------------------------------------------------------------------

@@ -11,5 +11,7 @@
     report     the summary, for people and as JSON
     run        all of it in order
 
-`PYTHONPATH=tests python -m chaos --seed 7 --minutes 2`, or `make chaos SEED=7 MINUTES=2`.
+A run is rounds of half a minute, each with the next seed; after each, everything heals and is checked, so that a round
+which fails can be played again alone. `make chaos SEED=7 MINUTES=2`, or
+`PYTHONPATH=tests python -m chaos --seed 7 --minutes 2`.
 """

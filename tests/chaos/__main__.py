@@ -13,12 +13,12 @@ from chaos.cases import AnsweredCase, answered_cases, make_chaos_model
 from chaos.cluster import ChaosCluster, Shape
 from chaos.report import document, explanation, summary
 from chaos.run import ChaosRun, Result
-from chaos.schedule import Plan, Schedule, draw
+from chaos.schedule import Plan, Schedule, draw_rounds, from_json, to_json
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="what the schedule is drawn from")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; the next ones have the next seeds")
     parser.add_argument("--minutes", type=float, default=2.0, help="how long faults are made")
     parser.add_argument("--faults", type=int, help="end after so many faults, if they come before the minutes are over")
     parser.add_argument("--transport", choices=("shm", "tcp", "both"), default="both")
@@ -28,7 +28,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--faults-per-second", type=float, default=0.4)
     parser.add_argument("--calls-per-second", type=float, default=4.0)
     parser.add_argument("--cases", type=int, default=80, help="different requests")
-    parser.add_argument("--schedule", type=Path, help="play this schedule, a JSON file, and draw none")
+    parser.add_argument(
+        "--round-seconds", type=float, default=30.0, help="after so many, everything heals and is checked"
+    )
+    parser.add_argument("--schedule", type=Path, help="play the schedules of this JSON file, and draw none")
     parser.add_argument("--directory", type=Path, help="where logs, schedule and report stay; by default a new one")
     return parser.parse_args()
 
@@ -51,10 +54,10 @@ def main() -> int:
         weights=arguments.weights,
         deterministic=is_stock,
     )
-    schedule = _schedule(arguments, shape)
-    (directory / "schedule.json").write_text(schedule.to_json())
-    print(f"seed {schedule.seed}; logs, schedule.json and report.json in {directory}", flush=True)
-    result = asyncio.run(_run(directory, shape, cases, schedule))
+    schedules = _schedules(arguments, shape)
+    (directory / "schedule.json").write_text(to_json(schedules))
+    print(f"{len(schedules)} rounds; logs, schedule.json and report.json in {directory}", flush=True)
+    result = asyncio.run(_run(directory, shape, cases, schedules))
     report = document(result)
     (directory / "report.json").write_text(json.dumps(report, indent=2))
     print(summary(report))
@@ -63,9 +66,9 @@ def main() -> int:
     return 1 if result.violations else 0
 
 
-def _schedule(arguments: argparse.Namespace, shape: Shape) -> Schedule:
+def _schedules(arguments: argparse.Namespace, shape: Shape) -> list[Schedule]:
     if arguments.schedule is not None:
-        return Schedule.from_json(arguments.schedule.read_text())
+        return from_json(arguments.schedule.read_text())
     plan = Plan(
         workers=shape.worker_ids,
         links=shape.link_names,
@@ -75,12 +78,12 @@ def _schedule(arguments: argparse.Namespace, shape: Shape) -> Schedule:
         faults_per_s=arguments.faults_per_second,
         calls_per_s=arguments.calls_per_second,
     )
-    return draw(arguments.seed, plan)
+    return draw_rounds(arguments.seed, plan, round_s=arguments.round_seconds)
 
 
-async def _run(directory: Path, shape: Shape, cases: list[AnsweredCase], schedule: Schedule) -> Result:
+async def _run(directory: Path, shape: Shape, cases: list[AnsweredCase], schedules: list[Schedule]) -> Result:
     async with ChaosCluster(directory, shape).opened() as cluster:
-        return await ChaosRun(cluster, cases, [schedule], say=lambda line: print(line, flush=True)).play()
+        return await ChaosRun(cluster, cases, schedules, say=lambda line: print(line, flush=True)).play()
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def draw_cases(random: Random, count: int, longest: int) -> Iterator[Case]:
     prefixes = [_tokens(random, length) for length in _PREFIX_LENGTHS]
     for _ in range(count):
         yield Case(
-            prompt=_prompt(random, prefixes),
+            prompt=_prompt(random, prefixes, longest),
             max_tokens=random.choices(lengths, weights)[0],
             ignore_eos=random.random() < 0.8,
             sampling=_sampling(random),
@@ -123,13 +123,14 @@ def draw_cases(random: Random, count: int, longest: int) -> Iterator[Case]:
         )
 
 
-def _prompt(random: Random, prefixes: list[tuple[int, ...]]) -> str | tuple[int, ...]:
+def _prompt(random: Random, prefixes: list[tuple[int, ...]], longest: int) -> str | tuple[int, ...]:
     kind = random.random()
     if kind < 0.25:
         return f"{random.choice(('What is', 'Once there was', 'Numbers such as'))} {random.choice(_SUBJECTS)}"
     if kind < 0.6:
         return (*random.choice(prefixes), *_tokens(random, random.randint(1, 40)))
-    return _tokens(random, random.choice((1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 250, 400)))
+    lengths = (1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 250, 400, 2 * longest // 3, longest)
+    return _tokens(random, random.choice(lengths))
 
 
 def _tokens(random: Random, count: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import grpc
 from chaos.faults import Done
 from chaos.load import Observation
 from chaos.run import Result
-from chaos.schedule import CLIENTS, ROUTER
+from chaos.schedule import CLIENTS, ROUTER, to_json
 
 _TAIL_LINES = 12
 _FELT_WITHIN_S = 1.0
@@ -79,7 +79,7 @@ def explanation(result: Result, directory: Path) -> str:
     """What is needed to look for the cause: the violations, the schedules of their seeds, and the ends of all logs."""
     lines = ["violations:", *(f"- {violation}" for violation in result.violations)]
     seeds = {violation.seed for violation in result.violations}
-    lines += [f"schedule: {schedule.to_json()}" for schedule in result.schedules if schedule.seed in seeds]
+    lines += [f"schedule: {to_json([schedule])}" for schedule in result.schedules if schedule.seed in seeds]
     for path in sorted(directory.glob("*.log")):
         lines += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]]
     return "\n".join(lines)

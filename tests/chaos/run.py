@@ -42,7 +42,11 @@ class Result:
 
 
 class ChaosRun:
-    """Plays schedules on one cluster, once. `say` gets a line for everything that is done."""
+    """Plays schedules on one cluster, once. `say` gets a line for everything that is done.
+
+    `heals_between`: after each schedule everything comes back before blocks are counted and the next one begins. Else
+    what was killed may still be on its way, which is quicker.
+    """
 
     def __init__(
         self,
@@ -51,8 +55,10 @@ class ChaosRun:
         schedules: Sequence[Schedule],
         *,
         say: Callable[[str], None],
+        heals_between: bool = True,
     ) -> None:
         self._cluster = cluster
+        self._heals_between = heals_between
         self._cases = cases
         self._began_s = time.monotonic()
         self._say = lambda text: say(f"{time.monotonic() - self._began_s:8.2f} s  {text}")
@@ -97,6 +103,8 @@ class ChaosRun:
                 group.create_task(at(call.at_s, self._call(call, seed=schedule.seed)))
             for at_s in schedule.resets:
                 group.create_task(at(at_s, self._reset(seed=schedule.seed)))
+        if self._heals_between:
+            await self._heal(schedule.seed)
         await self._check_idle(schedule.seed)
 
     async def _sabotage(self, fault: Fault, *, seed: int) -> None:
@@ -126,14 +134,19 @@ class ChaosRun:
         self._result.idle_after_s.append(idle_after_s)
         self._add(Violation(found.kind, found.what, seed) for found in violations)
 
-    async def _recover(self) -> None:
+    async def _heal(self, seed: int | None) -> None:
+        """Wait until everything is up again."""
         await self._saboteur.healed()
-        self._add(Violation("not ready", what) for what in self._saboteur.failures)
         try:
             await self._cluster.wait_ready(READY_S)
         except TimeoutError:
             states = [f"{worker.id}: {worker.state} {worker.detail}" for worker in await self._cluster.workers()]
-            self._add([Violation("not ready", f"after {READY_S:.0f} s: {'; '.join(states)}")])
+            self._add([Violation("not ready", f"after {READY_S:.0f} s: {'; '.join(states)}", seed)])
+
+    async def _recover(self) -> None:
+        """Let everything heal, ask everything once more, and see what the processes hold."""
+        await self._heal(None)
+        self._add(Violation("not ready", what) for what in self._saboteur.failures)
         await self._check_idle(None)
         self._saboteur.forgive()
         await self._ask_everything()

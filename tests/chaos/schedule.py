@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
-from typing import Any, Self
 
 
 class FaultKind(enum.Enum):
@@ -103,21 +102,37 @@ class Schedule:
     calls: tuple[Call, ...]
     resets: tuple[float, ...]
 
-    def to_json(self) -> str:
-        """The schedule as it can be read by `from_json`."""
-        return json.dumps(asdict(self), default=lambda value: value.value)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """A schedule to play again."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(
+def to_json(schedules: Sequence[Schedule]) -> str:
+    """The schedules as they can be read by `from_json`."""
+    return json.dumps([asdict(schedule) for schedule in schedules], default=lambda value: value.value)
+
+
+def from_json(text: str) -> list[Schedule]:
+    """Schedules to play again."""
+    return [
+        Schedule(
             seed=values["seed"],
             seconds=values["seconds"],
             faults=tuple(Fault(**{**fault, "kind": FaultKind(fault["kind"])}) for fault in values["faults"]),
             calls=tuple(Call(**call) for call in values["calls"]),
             resets=tuple(values["resets"]),
         )
+        for values in json.loads(text)
+    ]
+
+
+def draw_rounds(seed: int, plan: Plan, *, round_s: float) -> list[Schedule]:
+    """The schedules of `seed`, `seed + 1` and so on, until the plan's seconds or its faults are used up."""
+    schedules: list[Schedule] = []
+    seconds, num_faults = plan.seconds, plan.num_faults
+    while seconds > 0 and (num_faults is None or num_faults > 0):
+        part = replace(plan, seconds=min(seconds, round_s), num_faults=num_faults)
+        schedules.append(draw(seed + len(schedules), part))
+        seconds -= round_s
+        if num_faults is not None:
+            num_faults -= len(schedules[-1].faults)
+    return schedules
 
 
 def draw(seed: int, plan: Plan) -> Schedule:
