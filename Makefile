@@ -2,6 +2,8 @@
 # make test     all tests
 # make chaos    processes and links of a real cluster fail at random while it is loaded; SEED=1 MINUTES=2
 #               TRANSPORT=shm|tcp|both FAULTS=n (ends after so many, within MINUTES)
+# make fuzz     search for inputs that break what reads foreign bytes, guided by coverage; MINUTES=2 TARGET=frames|public|
+#               worker|bundle
 # make check    linters, types, import boundaries, protos
 # make bench    every row of bench/RESULTS.md, with the peers, which it installs first (about 40 minutes on two cores)
 # make bench-quick   the same for Twinstage alone, in less than five minutes
@@ -21,7 +23,7 @@ TRANSPORT ?= both
 # Plain `make` says what there is.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test chaos check bench bench-quick protos clean
+.PHONY: help demo test chaos fuzz check bench bench-quick protos clean
 
 help:
 	@sed -n -e 's/^# make /make /p' -e 's/^#  /  /p' Makefile
@@ -55,6 +57,13 @@ test: $(VENV)/.development
 chaos: $(VENV)/.development
 	PYTHONPATH=tests $(BIN)/python -m chaos --seed $(SEED) --minutes $(MINUTES) --transport $(TRANSPORT) \
 	    $(if $(FAULTS),--faults $(FAULTS)) $(CHAOS_ARGUMENTS)
+
+$(VENV)/.fuzz: $(VENV)/.development
+	$(PIP) install --constraint constraints.txt --editable '.[fuzz]'
+	@touch $@
+
+fuzz: $(VENV)/.fuzz
+	PYTHONPATH=.:tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(FUZZ_ARGUMENTS)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .
