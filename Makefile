@@ -4,6 +4,7 @@
 #               TRANSPORT=shm|tcp|both FAULTS=n (ends after so many, within MINUTES)
 # make fuzz     search for inputs that break what reads foreign bytes, guided by coverage; MINUTES=2 TARGET=frames|public|
 #               worker|bundle
+# make audit    known vulnerabilities of the pinned dependencies; needs the network
 # make check    linters, types, import boundaries, protos
 # make bench    every row of bench/RESULTS.md, with the peers, which it installs first (about 40 minutes on two cores)
 # make bench-quick   the same for Twinstage alone, in less than five minutes
@@ -23,7 +24,7 @@ TRANSPORT ?= both
 # Plain `make` says what there is.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test chaos fuzz check bench bench-quick protos clean
+.PHONY: help demo test chaos fuzz audit check bench bench-quick protos clean
 
 help:
 	@sed -n -e 's/^# make /make /p' -e 's/^#  /  /p' Makefile
@@ -64,6 +65,9 @@ $(VENV)/.fuzz: $(VENV)/.development
 
 fuzz: $(VENV)/.fuzz
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(FUZZ_ARGUMENTS)
+
+audit:
+	PYTHON=$(PYTHON) .ci/audit
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .
