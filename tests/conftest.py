@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from case_parts import FLAGS as CASE_FLAGS
+from case_parts import CasePair
 from fused_models import tiny_config
 from harness import ProcessCluster
 from tiny_models import make_tiny_llama, make_tiny_model
@@ -58,3 +60,29 @@ def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCl
         cluster.wait_ready(embedding)
         cluster.start_router()
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def case_cluster(quick_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    """A router and two pairs of workers: one that hands over by shm, one by tcp."""
+    with ProcessCluster(tmp_path_factory.mktemp("cases")) as cluster:
+        for transport in ("shm", "tcp"):
+            flags = ("--kv-transports", transport, "--served-model-name", transport, *CASE_FLAGS)
+            for role in ("prefill", "decode"):
+                cluster.launch_worker(role, str(quick_model), *flags, name=f"{role}-{transport}")
+        cluster.wait_ready(*cluster.processes)
+        cluster.start_router()
+        yield cluster
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def case_pair(request: pytest.FixtureRequest, case_cluster: ProcessCluster) -> Iterator[CasePair]:
+    """The pair of each transport; all blocks of all workers are free before and after."""
+    prefill, decode = (
+        next(process for process in case_cluster.processes if process.name == f"{role}-{request.param}")
+        for role in ("prefill", "decode")
+    )
+    case_cluster.wait_idle()
+    yield CasePair(transport=request.param, prefill=prefill, decode=decode, cluster=case_cluster)
+    case_cluster.wait_idle()
+    assert not any(worker.leaked_kv_blocks for worker in case_cluster.workers())

@@ -211,10 +211,7 @@ class ProcessCluster:
 
         def idle() -> bool:
             ready = [worker for worker in self.workers() if worker.state == admin_pb2.WORKER_STATE_READY]
-            return all(
-                worker.free_kv_blocks == worker.total_kv_blocks and not worker.running and not worker.waiting
-                for worker in ready
-            )
+            return all(worker.free_kv_blocks == worker.total_kv_blocks and not worker.unfinished for worker in ready)
 
         wait_until(idle, timeout_s=timeout_s, what="all blocks free")
 
