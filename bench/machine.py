@@ -127,6 +127,11 @@ def cpu_seconds(process: int) -> float:
     return sum(map(int, _read(f"/proc/{process}/stat").rpartition(")")[2].split()[11:13])) / _TICKS_PER_S
 
 
+def resident_bytes(process: int) -> int:
+    """The resident memory of a process. proc_pid_status(5)."""
+    return int(_field(_read(f"/proc/{process}/status"), "VmRSS:", "0")) * 1024
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """The resident memory of a process in bytes: mapped weight files, shared memory, and everything else."""

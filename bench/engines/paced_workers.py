@@ -1,10 +1,10 @@
 """Workers that compute nothing: `python -m bench.engines.paced_workers`, with `tests/` in PYTHONPATH.
 
-    start  prefill, decode, interval_ms  -> {"addresses": [...], "prefill_address": "..."}
+    start  prefill, decode, interval_ms, rows  -> {"addresses": [...], "prefill_address": "..."}
     stop
 
-They are the tests' fake workers, but a decode worker makes a token for each of its sequences every `interval_ms`, and
-sends a step's tokens in one message, as a real one does. The tokenizer is the demo model's.
+They are the tests' fake workers, but a decode worker makes a token for each of its first `rows` sequences every
+`interval_ms`, and sends a step's tokens in one message, as a real one does. The tokenizer is the demo model's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import threading
 from collections.abc import Coroutine
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import fake_workers
@@ -29,7 +30,6 @@ Result = TypeVar("Result")
 _WORDS = range(1_000, 9_000)  # token ids that are pieces of words
 _MAX_MODEL_LEN = 8_192
 _TOTAL_BLOCKS = 1_000_000
-_MAX_NUM_SEQUENCES = 512
 
 
 def token_at(spec: SequenceSpec, position: int) -> TokenChunk:
@@ -62,7 +62,7 @@ class PacedDecode(fake_workers.FakeDecode):
 
     def _step(self) -> None:
         steps: dict[str, worker_pb2.SessionStep] = {}
-        for request_id, position in tuple(self._live.items()):
+        for request_id, position in tuple(islice(self._live.items(), self.description.max_num_sequences)):
             reservation = self.reservations.get(request_id)
             if reservation is None:  # aborted
                 del self._live[request_id]
@@ -93,17 +93,17 @@ class PacedWorkers:
     def describe(self) -> dict[str, Any]:
         return {"name": "paced workers", "versions": {}}
 
-    def start(self, prefill: int, decode: int, interval_ms: float) -> dict[str, Any]:
+    def start(self, prefill: int, decode: int, interval_ms: float, rows: int) -> dict[str, Any]:
         self.stop()
-        cluster = self._run(self._started(prefill, decode, interval_ms / 1e3))
+        cluster = self._run(self._started(prefill, decode, interval_ms / 1e3, rows))
         return {"addresses": cluster.addresses, "prefill_address": cluster.prefill[0].address}
 
     def stop(self) -> dict[str, Any]:
         self._run(self._stack.aclose())
         return {}
 
-    async def _started(self, prefill: int, decode: int, interval_s: float) -> fake_workers.FakeCluster:
-        cluster = _make_cluster(self._bundle, prefill=prefill, decode=decode)
+    async def _started(self, prefill: int, decode: int, interval_s: float, rows: int) -> fake_workers.FakeCluster:
+        cluster = _make_cluster(self._bundle, prefill=prefill, decode=decode, rows=rows)
         for worker in cluster.decode:
             assert isinstance(worker, PacedDecode)
             worker.interval_s = interval_s
@@ -113,15 +113,14 @@ class PacedWorkers:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
 
-def _make_cluster(bundle: TokenizerBundle, *, prefill: int, decode: int) -> fake_workers.FakeCluster:
+def _make_cluster(bundle: TokenizerBundle, *, prefill: int, decode: int, rows: int) -> fake_workers.FakeCluster:
     """Fake workers of a model whose sequences may be long, with paced decode workers."""
     model = replace(fake_workers.make_model(bundle=bundle), max_model_len=_MAX_MODEL_LEN, vocab_size=49_152)
     cluster = fake_workers.FakeCluster(
         prefill=prefill, decode=decode, model=model, bundle=bundle, total_blocks=_TOTAL_BLOCKS
     )
     cluster.decode = [
-        PacedDecode(replace(worker.description, max_num_sequences=_MAX_NUM_SEQUENCES), bundle)
-        for worker in cluster.decode
+        PacedDecode(replace(worker.description, max_num_sequences=rows), bundle) for worker in cluster.decode
     ]
     for worker in cluster.prefill:
         worker.peers = {peer.description.worker_id: peer for peer in cluster.decode}

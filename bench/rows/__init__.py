@@ -20,6 +20,7 @@ ROW_NAMES = (
     "quality",
     "concurrency",
     "growth",
+    "overload",
     "deterministic",
 )
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import grpc
 
 from bench.engines.client import EngineProcess
 from bench.machine import cpu_seconds
+from bench.paced_router import paced_router
 from bench.results import Comparison, Curve, Measurement, RowResult, Series, Target
 from bench.row import Context, Row
 from bench.serving import greedy
 from bench.summary import summarize
-from twinstage.cli.child import Child
 from twinstage.client import AsyncTwinstageClient
 from twinstage.errors import InternalError
 from twinstage.rpc.convert_worker import sequence_spec_to_proto
@@ -38,7 +35,7 @@ _TOKENS = 200  # of a stream
 _INTERVAL_MS = 25.0  # 64 streams: 2,560 tokens a second
 _STREAM_COUNTS = (1, 8, 32, 64, 128, 256)
 _WORKER_COUNTS = (1, 2, 4, 8, 16)
-_READY_S = 60.0
+_FLAGS = ("--max-live-requests", "1024")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +51,7 @@ class StreamCost:
 def measure(context: Context) -> RowResult:
     workers = context.engine("paced_workers")
     direct, routed, costs = [], [], []
-    with _router(workers, decode=1, interval_ms=0.0) as (_, address, prefill_address):
+    with paced_router(workers, decode=1, interval_ms=0.0, flags=_FLAGS) as (_, address, prefill_address):
         for round_number in range(-1, context.rounds):
             context.progress(f"router, added latency, round {round_number + 1}")
             count = _REQUESTS // 4 if context.quick else _REQUESTS
@@ -62,46 +59,13 @@ def measure(context: Context) -> RowResult:
             if round_number >= 0:
                 routed.append(1e3 * through)
                 direct.append(1e3 * alone)
-    with _router(workers, decode=1, interval_ms=_INTERVAL_MS) as (process, address, _):
+    with paced_router(workers, decode=1, interval_ms=_INTERVAL_MS, flags=_FLAGS) as (process, address, _):
         for round_number in range(context.rounds):
             context.progress(f"router, deltas, round {round_number + 1}")
             costs.append(asyncio.run(_stream(process, address, streams=_STREAMS, tokens=_TOKENS)))
         by_streams = _curve_over_streams(context, process, address)
     by_workers = _curve_over_workers(context, workers)
     return _result(routed, direct, costs, [by_streams, by_workers])
-
-
-@contextmanager
-def _router(workers: EngineProcess, *, decode: int, interval_ms: float) -> Iterator[tuple[int, str, str]]:
-    """A router on paced workers: its process id, its address, and the address of a prefill worker."""
-    started = workers.call("start", prefill=1, decode=decode, interval_ms=interval_ms)
-    flags = ["--listen", "127.0.0.1:0", *(part for address in started["addresses"] for part in ("--workers", address))]
-    flags += ["--max-live-requests", "1024"]
-    child = Child("router", "router", flags, ready_event="router ready")
-    ready: SimpleQueue[bool] = SimpleQueue()
-    child.read_log(
-        log_path=None,
-        on_line=lambda *_: None,
-        on_ready=lambda _: ready.put(True),
-        on_exit=lambda _: ready.put(False),
-    )
-    try:
-        if not ready.get(timeout=_READY_S):
-            raise InternalError(child.end_in_words())
-        asyncio.run(_until_connected(child.address, 1 + decode))
-        yield child.pid, child.address, started["prefill_address"]
-    finally:
-        child.send(15)
-        if not child.join(20):
-            child.send(9)
-            child.join(20)
-        workers.call("stop")
-
-
-async def _until_connected(address: str, count: int) -> None:
-    async with asyncio.timeout(_READY_S), AsyncTwinstageClient(address) as client:
-        while sum(worker.state == "ready" for worker in await client.workers()) < count:  # noqa: ASYNC110 - over RPC
-            await asyncio.sleep(0.05)
 
 
 async def _latencies(address: str, prefill_address: str, count: int) -> tuple[float, float]:
@@ -188,7 +152,7 @@ def _curve_over_workers(context: Context, workers: EngineProcess) -> Curve:
     points = []
     for count in _WORKER_COUNTS[:2] if context.quick else _WORKER_COUNTS:
         context.progress(f"router, {count} decode workers")
-        with _router(workers, decode=count, interval_ms=_INTERVAL_MS) as (process, address, _):
+        with paced_router(workers, decode=count, interval_ms=_INTERVAL_MS, flags=_FLAGS) as (process, address, _):
             cost = asyncio.run(_stream(process, address, streams=_STREAMS, tokens=100))
         points.append((float(count), 1e6 * cost.router_cpu_s / cost.tokens))
     return Curve(
