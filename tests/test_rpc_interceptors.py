@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
+from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
 from rpc_service import KINDS, SERVICE, Service, failing_with, serving
@@ -36,6 +37,16 @@ async def test_our_errors_become_their_status(kind: str) -> None:
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.details() == "no blocks"
     assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "3000"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_end_of_the_server_is_no_bug_of_the_handler(kind: str) -> None:
+    """Who reads a request while the server stops gets an error of the core's that is not public."""
+    with capture_logs() as logs:
+        async with serving(**failing_with(cygrpc._ServerStoppedError("Server already stopped."))) as service:
+            error = await _failure(service, kind)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert not [entry for entry in logs if entry["log_level"] == "error"]
 
 
 @pytest.mark.parametrize("kind", STREAMS)

@@ -220,6 +220,12 @@ class _Call:
         except grpc.aio.InternalError:
             # The core could not send: nearly always, because the client has gone.
             await self._abort(context, InternalError("the answer could not be sent"), event="answer not sent")
+        except grpc.aio.UsageError as error:
+            await self._fail(context, error)
+        except grpc.aio.BaseError:
+            # The core's private error for who reads a request while the server stops.
+            stopped = Unavailable("the server stopped working on the request; try again")
+            await self._abort(context, stopped, event="call ended with the server")
         except TwinstageError as error:
             if code_of(error) is grpc.StatusCode.INTERNAL:
                 logger.error("call failed", method=self.method, exc_info=error)
