@@ -1,4 +1,4 @@
-"""Clusters that several test modules share.
+"""Models and clusters that several test modules share, and time for whoever compiles kernels.
 
 A session's fixtures live once in each xdist process; modules that share a cluster carry the same xdist_group, so that
 the cluster is started once.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from case_parts import FLAGS as CASE_FLAGS
 from case_parts import CasePair
@@ -17,6 +18,22 @@ from fused_models import tiny_config
 from harness import ProcessCluster
 from tiny_models import make_tiny_llama, make_tiny_model
 from twinstage.engine.llm import LLM, LlmOptions
+from twinstage.models.fused.load import load_fused
+from twinstage.models.resolve import resolve_model
+
+COMPILING_FIXTURES = ("prepared_tiny_model", "quick_model")
+COMPILE_TIMEOUT_S = 600.0  # kernels take 10 to 15 s of a processor, which a busy machine may give in minutes
+
+torch.set_num_threads(1)  # test processes and what they start share the cores, where waiting threads spin
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever is the first to need compiled kernels gets the time to make them."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        compiles = item.path.name.startswith("test_fused") or not fixtures.isdisjoint(COMPILING_FIXTURES)
+        if compiles and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(COMPILE_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +60,18 @@ def quick_reference(quick_model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
-def tiny_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+def prepared_tiny_model(tiny_model: Path) -> Path:
+    """The same, with packed weights and kernels in the cache: workers with `--weights fp32` start without torch."""
+    load_fused(resolve_model(str(tiny_model)), precision="fp32", threads=1).close()
+    return tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_cluster(prepared_tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
     """Router, two prefill and three decode workers on the tiny model."""
     with ProcessCluster(tmp_path_factory.mktemp("tiny-cluster")) as cluster:
-        cluster.start_workers(str(tiny_model), prefill=2, decode=3, flags=("--kv-cache-bytes", "8MiB"))
+        flags = ("--kv-cache-bytes", "8MiB", "--weights", "fp32")
+        cluster.start_workers(str(prepared_tiny_model), prefill=2, decode=3, flags=flags)
         cluster.start_router()
         yield cluster
 

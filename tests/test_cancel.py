@@ -28,12 +28,14 @@ def proxy() -> Iterator[SlowProxy]:
 
 
 @pytest.fixture(scope="module")
-def cluster(proxy: SlowProxy, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+def cluster(
+    proxy: SlowProxy, prepared_tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProcessCluster]:
     """One prefill and one decode worker over tcp, through the proxy."""
     with ProcessCluster(tmp_path_factory.mktemp("cancel")) as cluster:
-        model = str(tiny_model)
+        model = str(prepared_tiny_model)
         # Equal prompts would share their blocks, and the pool is to be filled.
-        common = ("--kv-transports", "tcp", "--kv-cache-bytes", "512KiB", "--no-prefix-cache")
+        common = ("--kv-transports", "tcp", "--kv-cache-bytes", "512KiB", "--no-prefix-cache", "--weights", "fp32")
         kv_address = f"127.0.0.1:{free_port()}"
         proxy.forward_to(kv_address)
         cluster.launch_worker("decode", model, *common, "--kv-listen", kv_address, "--kv-advertise", proxy.address)

@@ -20,7 +20,7 @@ from twinstage.types import FinishReason, SamplingParameters, TextOptions
 
 GREEDY = SamplingParameters(temperature=0.0)
 # Blocks of 5 and chunks of 7 fit nothing evenly, and 3 sequences at a time make prompts and decoding mix.
-OPTIONS = LlmOptions(block_size=5, kv_cache_bytes=400_000, max_num_sequences=3, max_tokens_per_step=7)
+OPTIONS = LlmOptions(threads=1, block_size=5, kv_cache_bytes=400_000, max_num_sequences=3, max_tokens_per_step=7)
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +34,11 @@ def stock(tiny_model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
 
 
-def _stock_greedy(stock: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    ids = torch.tensor([list(prompt)])
-    output = stock.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return tuple(output[0, len(prompt) :].tolist())
+def _stock_choices(stock: Any, prompt: Sequence[int], output: Sequence[int]) -> tuple[int, ...]:
+    """The stock model's first choice in place of each token of `output`, after all before it: what greedy means."""
+    with torch.no_grad():
+        logits = stock(torch.tensor([[*prompt, *output]])).logits[0]
+    return tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
 
 
 def _random_prompts(count: int) -> list[list[int]]:
@@ -57,7 +51,8 @@ def test_greedy_equals_stock_for_many_mixed_prompts(llm: LLM, stock: Any) -> Non
     results = llm.generate(prompts, GREEDY, limits=GenerationLimits(max_tokens=50, ignore_eos=True))
     for prompt, result in zip(prompts, results, strict=True):
         assert result.prompt_token_ids == tuple(prompt)
-        assert result.token_ids == _stock_greedy(stock, prompt, 50)
+        assert len(result.token_ids) == 50
+        assert result.token_ids == _stock_choices(stock, prompt, result.token_ids)
         assert result.finish.reason is FinishReason.LENGTH
     assert llm.pool.num_free == llm.pool.num_blocks
 
@@ -69,7 +64,9 @@ def test_preemption_does_not_change_the_tokens(tiny_model: Path, stock: Any) -> 
     with LLM(str(tiny_model), options) as small:
         assert small.pool.num_blocks == 21
         results = small.generate(prompts, GREEDY, limits=GenerationLimits(max_tokens=50, ignore_eos=True))
-    assert [result.token_ids for result in results] == [_stock_greedy(stock, prompt, 50) for prompt in prompts]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.token_ids) == 50
+        assert result.token_ids == _stock_choices(stock, prompt, result.token_ids)
 
 
 def test_text_in_text_out(llm: LLM) -> None:
@@ -118,7 +115,8 @@ def test_a_prefix_cache_changes_what_is_computed_and_nothing_else(
                 expected = llm.generate(prompts, sampling, limits=limits)
                 assert [result.token_ids for result in results] == [result.token_ids for result in expected]
                 if sampling is GREEDY:
-                    assert results[0].token_ids == _stock_greedy(stock, prompts[0], 12)
+                    output = results[0].token_ids
+                    assert output == _stock_choices(stock, prompts[0], output)
                 if turn:
                     prompts = [
                         [*prompt, *result.token_ids][:75] for prompt, result in zip(prompts, results, strict=True)
@@ -186,11 +184,7 @@ def test_the_demo_model_equals_stock_transformers() -> None:
     prompts = [f"Write one sentence about {subject}." for subject in subjects]
     prompts += [f"{subject} and {subject}. " * 12 for subject in subjects]
     with LLM("demo", LlmOptions(kv_cache_bytes=64 * 1024 * 1024, max_tokens_per_step=40)) as demo:
-        results = demo.generate(prompts, GREEDY, limits=GenerationLimits(max_tokens=32, ignore_eos=True))
+        results = demo.generate(prompts, GREEDY, limits=GenerationLimits(max_tokens=16, ignore_eos=True))
     stock = AutoModelForCausalLM.from_pretrained(resolve_model("demo").directory, dtype=torch.float32).eval()
     for result in results:
-        known = torch.tensor([[*result.prompt_token_ids, *result.token_ids]])
-        with torch.inference_mode():
-            logits = stock(known).logits[0, len(result.prompt_token_ids) - 1 : -1]
-        # Every token is the stock model's first choice after all tokens before it, which is what greedy means.
-        assert result.token_ids == tuple(logits.argmax(-1).tolist())
+        assert result.token_ids == _stock_choices(stock, result.prompt_token_ids, result.token_ids)

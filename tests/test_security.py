@@ -22,6 +22,8 @@ from twinstage.rpc.access import Access
 from twinstage.rpc.tls import TlsFiles, server_credentials
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
+pytestmark = pytest.mark.xdist_group("security")  # else each test process would start the cluster
+
 TOKEN, ADMIN_TOKEN, SECRET = "search-token-0123456789", "operator-token-0123456789", "between-us-0123456789"
 SHORT = Options(stopping=Stopping(max_tokens=3), timeout_s=30)
 
@@ -77,7 +79,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="module")
 def cluster(
-    tiny_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+    prepared_tiny_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SecureCluster]:
     directory = tmp_path_factory.mktemp("secure-cluster")
     tokens, secret = directory / "tokens", directory / "secret"
@@ -86,8 +88,8 @@ def cluster(
     with SecureCluster(directory) as cluster:
         cluster.access = Access(credentials=tls_credentials(certificates.ca), token=TOKEN)
         asks = ("--tls-client-ca", str(certificates.ca), "--worker-secret-file", str(secret))
-        kv = ("--kv-secret-file", str(secret), "--kv-cache-bytes", "8MiB")
-        cluster.start_workers(str(tiny_model), flags=(*certificates.flags("worker"), *asks, *kv))
+        kv = ("--kv-secret-file", str(secret), "--kv-cache-bytes", "8MiB", "--weights", "fp32")
+        cluster.start_workers(str(prepared_tiny_model), flags=(*certificates.flags("worker"), *asks, *kv))
         shows = ("--worker-tls-ca", str(certificates.ca), "--worker-tls-name", "worker.internal")
         cluster.start_router(
             *certificates.flags("server"),

@@ -91,12 +91,12 @@ def test_serve_refuses_a_port_in_use() -> None:
     assert str(port) in result.stderr
 
 
-def test_a_worker_of_another_model_revision_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_worker_of_another_model_revision_is_refused_by_name(prepared_tiny_model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     make_tiny_llama(other, seed=99)
-    name = ("--served-model-name", "tiny")
+    name = ("--served-model-name", "tiny", "--weights", "fp32")
     with ProcessCluster(tmp_path) as cluster:
-        cluster.start_workers(str(tiny_model), flags=name)
+        cluster.start_workers(str(prepared_tiny_model), flags=name)
         strange_address = f"127.0.0.1:{free_port()}"
         known = [*(role.address for role in cluster.processes), strange_address]
         addresses = [argument for address in known for argument in ("--workers", address)]

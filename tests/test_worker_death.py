@@ -15,6 +15,7 @@ from twinstage.v1 import admin_pb2, common_pb2, generation_pb2, generation_pb2_g
 LONG_PROMPT = "the quick brown fox jumps over the lazy dog " * 22
 # Small chunks, computed anew each time, make a prefill take long enough to be interrupted in the middle.
 SLOW_PREFILL = ("--max-tokens-per-step", "4", "--no-prefix-cache")
+FUSED = ("--weights", "fp32")
 # The time from the kill to the status is bounded by 2 s; starting the call and reading the table come on top.
 UNAVAILABLE_WITHIN_S = 2.0
 
@@ -39,9 +40,9 @@ def _busy_prefill(cluster: ProcessCluster) -> RoleProcess:
     return next(role for role in cluster.processes if role.name == busy[0])
 
 
-def test_the_request_completes_on_another_prefill_worker(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_request_completes_on_another_prefill_worker(prepared_tiny_model: Path, tmp_path: Path) -> None:
     with ProcessCluster(tmp_path) as cluster:
-        cluster.start_workers(str(tiny_model), prefill=2, decode=1, prefill_flags=SLOW_PREFILL)
+        cluster.start_workers(str(prepared_tiny_model), prefill=2, decode=1, flags=FUSED, prefill_flags=SLOW_PREFILL)
         cluster.start_router()
         decode_pid = next(role.pid for role in cluster.processes if role.name.startswith("decode"))
         with cluster.channel() as channel:
@@ -60,9 +61,11 @@ def test_the_request_completes_on_another_prefill_worker(tiny_model: Path, tmp_p
         cluster.wait_idle()
 
 
-def test_without_another_prefill_worker_the_call_fails_within_two_seconds(tiny_model: Path, tmp_path: Path) -> None:
+def test_without_another_prefill_worker_the_call_fails_within_two_seconds(
+    prepared_tiny_model: Path, tmp_path: Path
+) -> None:
     with ProcessCluster(tmp_path) as cluster:
-        cluster.start_workers(str(tiny_model), prefill_flags=SLOW_PREFILL)
+        cluster.start_workers(str(prepared_tiny_model), flags=FUSED, prefill_flags=SLOW_PREFILL)
         cluster.start_router()
         with cluster.channel() as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -89,12 +92,13 @@ def test_without_another_prefill_worker_the_call_fails_within_two_seconds(tiny_m
         )
 
 
-def test_a_restarted_prefill_worker_at_the_same_address_serves(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_restarted_prefill_worker_at_the_same_address_serves(prepared_tiny_model: Path, tmp_path: Path) -> None:
     with ProcessCluster(tmp_path) as cluster:
-        prefill, decode = cluster.start_workers(str(tiny_model))
+        prefill, decode = cluster.start_workers(str(prepared_tiny_model), flags=FUSED)
         cluster.start_router()
         prefill.kill()
-        reborn = cluster.launch("prefill_worker", "reborn", "--model", str(tiny_model), "--listen", prefill.address)
+        again = ("--model", str(prepared_tiny_model), "--listen", prefill.address, *FUSED)
+        reborn = cluster.launch("prefill_worker", "reborn", *again)
         cluster.wait_ready(reborn)
         wait_until(
             lambda: sum(worker.state == admin_pb2.WORKER_STATE_READY for worker in cluster.workers()) >= 2,

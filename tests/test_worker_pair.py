@@ -29,7 +29,6 @@ from twinstage.errors import (
 from twinstage.types import (
     Finish,
     FinishReason,
-    ProducedToken,
     RequestId,
     SamplingParameters,
 )
@@ -39,23 +38,24 @@ pytestmark = pytest.mark.xdist_group("worker_pair")
 
 POOL_BLOCKS = 96
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # tokens x layers x key and value x kv heads x dimensions x bytes
-FLAGS = ("--kv-cache-bytes", str(POOL_BLOCKS * BLOCK_BYTES), "--max-tokens-per-step", "16", "--deterministic")
+FLAGS = ("--kv-cache-bytes", str(POOL_BLOCKS * BLOCK_BYTES), "--max-tokens-per-step", "16")
+FLAGS += ("--weights", "fp32")  # the bits of a row depend on nothing else in its batch
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RoleProcess]]:
+def pair(prepared_tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RoleProcess]]:
     """A prefill worker, a decode worker, and a prefill worker that knows tcp only."""
     with ProcessCluster(tmp_path_factory.mktemp("pair")) as cluster:
-        tcp_only = cluster.launch_worker("prefill", str(tiny_model), *FLAGS, "--kv-transports", "tcp")
-        both = cluster.start_workers(str(tiny_model), flags=FLAGS)
+        tcp_only = cluster.launch_worker("prefill", str(prepared_tiny_model), *FLAGS, "--kv-transports", "tcp")
+        both = cluster.start_workers(str(prepared_tiny_model), flags=FLAGS)
         cluster.wait_ready(tcp_only)
         yield [*both, tcp_only]
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> Iterator[LLM]:
-    options = LlmOptions(kv_cache_bytes=512 * BLOCK_BYTES, max_tokens_per_step=16, deterministic=True, threads=1)
-    with LLM(str(tiny_model), options) as llm:
+def reference(prepared_tiny_model: Path) -> Iterator[LLM]:
+    options = LlmOptions(weights="fp32", kv_cache_bytes=512 * BLOCK_BYTES, max_tokens_per_step=16, threads=1)
+    with LLM(str(prepared_tiny_model), options) as llm:
         yield llm
 
 
@@ -64,13 +64,6 @@ async def router(pair: list[RoleProcess]) -> AsyncIterator[SmallRouter]:
     async with small_router(pair) as router:
         yield router
         await router.all_blocks_free()
-
-
-def _lead(token: ProducedToken) -> float:
-    """How much more likely, in log probability, the best token was than the second best."""
-    assert token.logprobs is not None
-    best, second = token.logprobs.top
-    return best.logprob - second.logprob
 
 
 # --- equality -------------------------------------------------------------------------------------
@@ -139,8 +132,8 @@ async def test_only_what_decode_lacks_crosses_whatever_the_caches_hold(
     await turn(70, cached=64, crossing=5)
     await turn(150, cached=144, crossing=6)
     prompt = (*spec_of("next", 200).prompt_token_ids[:70], *answers[70], 5, 6, 7)
-    # Of 70 + 20 tokens both know the prompt's 64: in deterministic mode, what was output is no beginning of a prompt.
-    await turn(93, prompt=prompt, cached=64, crossing=2)
+    # Of 70 + 20 tokens prefill knows the prompt's 64, and decode what it computed, too.
+    await turn(93, prompt=prompt, cached=64, crossing=1)
     load = await router.load(router.decode)
     assert load.cached_kv_blocks >= 10
     assert load.prefix_looked_up_blocks > load.prefix_found_blocks > 0
@@ -155,15 +148,12 @@ async def test_a_replayed_request_goes_on_where_it_was(router: SmallRouter, refe
 
 
 async def test_more_requests_than_the_pool_holds_are_all_right(router: SmallRouter, reference: LLM) -> None:
-    """Some of these prompts bring a near tie: two tokens that are as close as what a batch may change a logit by."""
+    """To the last bit of their log probabilities, though they are computed in batches of all sizes."""
     specs = [spec_of(f"many-{index}", 60 + index, max_tokens=40, logprobs=2) for index in range(24)]
     generations = await asyncio.gather(*(router.generate(spec) for spec in specs))
-    leads = []
     for spec, generation in zip(specs, generations, strict=True):
         tokens, _ = expected_of(reference, spec)
         assert generation.tokens == [in_single_precision(token) for token in tokens], spec.request_id
-        leads += [_lead(token) for token in tokens]
-    assert min(leads) < 1e-5
 
 
 # --- nothing to hand over -------------------------------------------------------------------------
@@ -345,14 +335,14 @@ async def kill_during_hand_overs(router: SmallRouter, victim: RoleProcess) -> No
 
 
 async def test_a_killed_prefill_worker_and_then_a_signal_for_the_others(
-    tiny_model: Path, tmp_path: Path, reference: LLM
+    prepared_tiny_model: Path, tmp_path: Path, reference: LLM
 ) -> None:
     """Kill -9 in the middle of hand-overs: the decode worker reports them and frees their blocks.
 
     SIGTERM while a request decodes: it completes, new ones are refused, nothing leaks, exit code 0.
     """
     with ProcessCluster(tmp_path) as cluster:
-        started = await asyncio.to_thread(cluster.start_workers, str(tiny_model), prefill=2, flags=FLAGS)
+        started = await asyncio.to_thread(cluster.start_workers, str(prepared_tiny_model), prefill=2, flags=FLAGS)
         victim, *roles = started
         async with small_router([victim, roles[1]]) as router:
             await kill_during_hand_overs(router, victim)
