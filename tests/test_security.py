@@ -107,9 +107,7 @@ def _client(cluster: SecureCluster, ca: Path | None, token: str) -> TwinstageCli
     return TwinstageClient(cluster.address, credentials=tls_credentials(ca) if ca else None, token=token)
 
 
-async def test_who_has_the_ca_and_a_token_is_served(
-    cluster: SecureCluster, certificates: Certificates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_who_has_the_ca_and_a_token_is_served(cluster: SecureCluster, certificates: Certificates) -> None:
     with _client(cluster, certificates.ca, TOKEN) as client:
         expected = client.generate("Hello", SHORT)
         assert expected.summary.placement.transport == "shm"
@@ -117,11 +115,22 @@ async def test_who_has_the_ca_and_a_token_is_served(
         cluster.address, credentials=tls_credentials(certificates.ca), token=TOKEN
     ) as asynchronous:
         assert (await asynchronous.generate("Hello", SHORT)).summary.usage == expected.summary.usage
+
+
+def test_commands_show_both(
+    cluster: SecureCluster, certificates: Certificates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     flags = ["--address", cluster.address, "--tls-ca", str(certificates.ca)]
     _run(["generate", "Hello", "--max-tokens", "3", *flags, "--token-file", str(token_file)])
     assert "shm" in capsys.readouterr().err
+    load = ["--concurrency", "1", "--requests", "2", "--prompt-tokens", "4", "--output-tokens", "2"]
+    _run(["bench", *load, *flags, "--token-file", str(token_file), "--json", str(tmp_path / "report.json")])
+    report = (tmp_path / "report.json").read_text()
+    assert '"requests"' in report
+    assert TOKEN not in report
+    capsys.readouterr()
     _run(["health", *flags])
     assert capsys.readouterr().out.strip() == "SERVING"
 
@@ -176,7 +185,7 @@ def _worker_calls(channel: grpc.Channel) -> list[Callable[[], object]]:
         lambda: worker.Describe(worker_pb2.DescribeRequest(), timeout=10),
         lambda: worker.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=10),
         lambda: worker.Drain(worker_pb2.DrainRequest(), timeout=10),
-        lambda: next(prefill.Prefill(worker_pb2.PrefillRequest(), timeout=10)),
+        lambda: next(prefill.Prefill(iter([worker_pb2.PrefillRequest()]), timeout=10)),
         lambda: next(decode.Session(iter([opening]), timeout=10)),
     ]
 

@@ -28,26 +28,24 @@ from twinstage.bench.target import LoadRequest, ServedModel, Target
 from twinstage.bench.trace import TraceEntry, read_trace
 from twinstage.bench.twinstage_target import TwinstageTarget
 from twinstage.errors import Cancelled, ConfigError
+from twinstage.rpc.access import OPEN_ACCESS, Access
 
 PROGRESS_S = 0.5
 OnProgress = Callable[[Snapshot], None]
 ResultT = TypeVar("ResultT")
 
-_TARGETS: dict[Protocol, Callable[[str], Target]] = {
-    Protocol.TWINSTAGE: TwinstageTarget,
-    Protocol.OPENAI: OpenAiTarget,
-}
-
 
 async def run_load(
     options: LoadOptions,
     *,
+    access: Access = OPEN_ACCESS,
     on_progress: OnProgress | None = None,
     on_request: OnRequest | None = None,
     stop: asyncio.Event | None = None,
     namespace: str = "run",
 ) -> LoadResult:
-    """Do one load run.
+    """Do one load run. `access` is how Twinstage routers are reached; it is no part of the options, which are written
+    into reports.
 
     `on_progress` is called twice a second, `on_request` when a request ends; they must be quick. When `stop` is set,
     nothing more is sent, what is in progress is cancelled, and the result covers what was measured so far. Raises
@@ -59,12 +57,20 @@ async def run_load(
     async with contextlib.AsyncExitStack() as stack:
         targets: list[Target] = []
         for address in options.addresses:
-            target = _TARGETS[options.protocol](address)
+            target = _target(options.protocol, address, access)
             stack.push_async_callback(target.close)
             targets.append(target)
         run = await _unless(stop, _prepare(options, targets, trace=trace))
         await _warm_up(run, stop, namespace=f"{namespace}/warm-up")
         return await _measure(run, stop, namespace=namespace, on_progress=on_progress, on_request=on_request)
+
+
+def _target(protocol: Protocol, address: str, access: Access) -> Target:
+    if protocol is Protocol.TWINSTAGE:
+        return TwinstageTarget(address, access)
+    if access != OPEN_ACCESS:
+        raise ConfigError("--tls... and --token-file are for --protocol twinstage")
+    return OpenAiTarget(address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

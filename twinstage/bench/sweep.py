@@ -11,6 +11,7 @@ from twinstage.bench.measure import OnRequest
 from twinstage.bench.options import LoadOptions
 from twinstage.bench.results import LoadResult
 from twinstage.bench.runner import OnProgress, run_load
+from twinstage.rpc.access import OPEN_ACCESS, Access
 
 OnLevel = Callable[[LoadOptions, int, int], None]
 OnResult = Callable[[LoadResult], None]
@@ -36,6 +37,7 @@ async def run_sweep(
     *,
     concurrencies: Sequence[int] = (),
     rates: Sequence[float] = (),
+    access: Access = OPEN_ACCESS,
     on_level: OnLevel | None = None,
     on_result: OnResult | None = None,
     on_progress: OnProgress | None = None,
@@ -54,7 +56,12 @@ async def run_sweep(
         if on_level is not None:
             on_level(level, number, len(every))
         result = await run_load(
-            level, on_progress=on_progress, on_request=on_request, stop=stop, namespace=f"level {number}"
+            level,
+            access=access,
+            on_progress=on_progress,
+            on_request=on_request,
+            stop=stop,
+            namespace=f"level {number}",
         )
         results.append(result)
         if on_result is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from twinstage.bench.target import Answer, LoadRequest, RequestFailed, ServedModel, TokenSink
 from twinstage.client import AsyncTwinstageClient, Options, Output, Stopping, Summary
 from twinstage.errors import ConfigError, TwinstageError
+from twinstage.rpc.access import OPEN_ACCESS, Access
 from twinstage.rpc.status import code_of
 from twinstage.types import Task, TextPrompt, TokenPrompt
 
@@ -14,9 +15,11 @@ _OUTPUT = Output(return_token_ids=True)  # so that each delta says how many toke
 class TwinstageTarget:
     """Speaks twinstage.v1 by way of the SDK."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = OPEN_ACCESS) -> None:
         self._address = address
-        self._client = AsyncTwinstageClient(address)
+        self._client = AsyncTwinstageClient(
+            address, credentials=access.credentials, token=access.token, server_name=access.server_name
+        )
 
     @property
     def address(self) -> str:

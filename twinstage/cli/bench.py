@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.bench_flags import LoadFlags, OutputFlags, PromptFlags, SamplingFlags, ServerFlags, SloFlags
 from twinstage.cli.flags import takes_flag_groups
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def bench(
     *,
     server: ServerFlags,
+    access: AccessFlags,
     load: LoadFlags,
     prompts: PromptFlags,
     sampling: SamplingFlags,
@@ -35,6 +37,7 @@ def bench(
         outputs=outputs,
         concurrencies=load.concurrencies,
         rates=load.rates,
+        access=access.access(),
     )
     if code:
         raise typer.Exit(code)

@@ -24,6 +24,7 @@ from twinstage.cli.bench_display import Progress, print_ratios, print_results
 from twinstage.cli.bench_flags import OutputFlags
 from twinstage.cli.output import console_for_errors, console_for_tables
 from twinstage.errors import Cancelled, ConfigError, TwinstageError
+from twinstage.rpc.access import OPEN_ACCESS, Access
 
 INTERRUPTED = 128 + signal.SIGINT
 _STANDARD_OUTPUT = Path("-")
@@ -58,6 +59,7 @@ def run(
     outputs: OutputFlags,
     concurrencies: Sequence[int],
     rates: Sequence[float],
+    access: Access = OPEN_ACCESS,
 ) -> int:
     """Run the load and return the exit code. Raises TwinstageError, after what was measured before is shown."""
     _check_outputs(outputs)
@@ -66,7 +68,8 @@ def run(
     problem: TwinstageError | None = None
     try:
         with Records(outputs.records) as records:
-            asyncio.run(_load(options, results, outputs=outputs, records=records, levels=(concurrencies, rates)))
+            levels = (concurrencies, rates)
+            asyncio.run(_load(options, results, access=access, outputs=outputs, records=records, levels=levels))
     except TwinstageError as error:
         problem = error
     if results:
@@ -87,6 +90,7 @@ async def _load(
     options: LoadOptions,
     results: list[LoadResult],
     *,
+    access: Access,
     outputs: OutputFlags,
     records: Records,
     levels: tuple[Sequence[int], Sequence[float]],
@@ -104,6 +108,7 @@ async def _load(
             options,
             concurrencies=concurrencies,
             rates=rates,
+            access=access,
             on_level=begin,
             on_result=results.append,
             on_progress=progress.show,
