@@ -10,16 +10,19 @@ from twinstage.engine.decode_scheduler import DecodeScheduler
 from twinstage.engine.prefill_scheduler import PrefillScheduler
 from twinstage.engine.sequence import Sequence
 from twinstage.kv.block_pool import BlockPool
+from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
 
 
-def make_sequence(pool: BlockPool, arrival: int, *, tokens: int, computed: int = 0, priority: int = 0) -> Sequence:
+def make_sequence(
+    pool: BlockPool, arrival: int, *, tokens: int, computed: int = 0, priority: int = 0, arrived_s: float = 0.0
+) -> Sequence:
     """One with `tokens` known tokens; when `computed`, it has the blocks for them."""
     num_blocks = -(-computed // BLOCK_SIZE)
     return Sequence(
         spec=make_spec(f"s{arrival}", prompt=range(tokens), priority=priority),
         table=pool.allocate(num_blocks, owner=f"s{arrival}"),
         arrival=arrival,
-        arrived_s=0.0,
+        arrived_s=arrived_s,
         num_computed_tokens=computed,
     )
 
@@ -47,6 +50,17 @@ def test_sequences_are_ranked_by_priority_then_arrival() -> None:
     for arrival, priority in ((0, 0), (1, 2), (2, -1), (3, 2)):
         scheduler.add(make_sequence(pool, arrival, tokens=1, priority=priority))
     assert [sequence.arrival for sequence in scheduler.waiting] == [1, 3, 0, 2]
+
+
+def test_a_level_of_priority_is_worth_some_seconds_and_no_more() -> None:
+    """Else a sequence would wait for ever behind higher priorities that keep coming."""
+    pool = BlockPool(8)
+    scheduler = make_prefill(pool)
+    scheduler.add(make_sequence(pool, 0, tokens=1))
+    for arrival, late_s in ((1, 0.9), (2, 1.1)):
+        arrived_s = late_s * SECONDS_PER_PRIORITY_LEVEL
+        scheduler.add(make_sequence(pool, arrival, tokens=1, priority=1, arrived_s=arrived_s))
+    assert [sequence.arrival for sequence in scheduler.waiting] == [1, 0, 2]
 
 
 def test_admission_gives_all_blocks_of_the_prompt_and_stops_at_the_first_that_does_not_fit() -> None:
