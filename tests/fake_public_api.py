@@ -100,6 +100,7 @@ class FakeApi(
             transports=["shm", "tcp"],
         )
         lost = admin_pb2.Worker(address="10.0.0.2:50061", state=admin_pb2.WORKER_STATE_REFUSED, detail="other layout")
+        lost.total_kv_blocks, lost.free_kv_blocks, lost.leaked_kv_blocks = 9, 7, 2
         return admin_pb2.ListWorkersResponse(workers=[worker, lost])
 
     def DrainWorker(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -112,7 +112,7 @@ def test_tables(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert re.search(
         r"decode-0 +decode +ready +SmolLM2-135M-Instruct +10\.0\.0\.1:50062 +60/64 +75% .*3\.0 MiB +shm tcp", table
     )
-    assert re.search(r"\? +\? +refused .*other layout", table)
+    assert re.search(r"\? +\? +refused .* 7/9, 2 leaked .*other layout", table)
     assert run(monkeypatch, "models") == 0
     assert re.search(r"m +generate +yes +8192 +49152", capsys.readouterr().out)
     assert run(monkeypatch, "workers", "--json") == 0

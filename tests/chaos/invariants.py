@@ -64,9 +64,9 @@ async def _what_is_held(cluster: ChaosCluster) -> str:
     workers = [worker for worker in await cluster.workers() if worker.state == admin_pb2.WORKER_STATE_READY]
     held = [
         f"{worker.id} has {worker.free_kv_blocks} of {worker.total_kv_blocks} blocks free, "
-        f"{worker.running} running, {worker.waiting} waiting"
+        f"{worker.unfinished} requests, {worker.leaked_kv_blocks} blocks leaked"
         for worker in workers
-        if worker.free_kv_blocks != worker.total_kv_blocks or worker.running or worker.waiting
+        if worker.free_kv_blocks != worker.total_kv_blocks or worker.unfinished or worker.leaked_kv_blocks
     ]
     with contextlib.suppress(grpc.aio.AioRpcError):
         info = await cluster.admin.GetServerInfo(admin_pb2.GetServerInfoRequest(), timeout=5)
