@@ -198,10 +198,15 @@ class WorkerTable:
             if session is None:
                 await self._follow_load(entry, life)
             await first_of(self._follow_load(entry, life), session.run())
+        except TwinstageError as error:
+            entry.detail = str(error)
+            raise
         finally:
             life_ended, entry.life = entry.life, None
-            if life_ended is not None and life_ended.session is not None:
-                life_ended.session.close()
+            if life_ended is not None:
+                if life_ended.session is not None:
+                    life_ended.session.close()
+                self._changed()  # at once: to end the connection may take its time
             await connection.close()
 
     async def _pay_resets(self, life: WorkerLife) -> None:

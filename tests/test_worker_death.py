@@ -90,24 +90,3 @@ def test_without_another_prefill_worker_the_call_fails_within_two_seconds(
             timeout_s=5,
             what="decode's blocks free",
         )
-
-
-def test_a_restarted_prefill_worker_at_the_same_address_serves(prepared_tiny_model: Path, tmp_path: Path) -> None:
-    with ProcessCluster(tmp_path) as cluster:
-        prefill, decode = cluster.start_workers(str(prepared_tiny_model), flags=FUSED)
-        cluster.start_router()
-        prefill.kill()
-        again = ("--model", str(prepared_tiny_model), "--listen", prefill.address, *FUSED)
-        reborn = cluster.launch("prefill_worker", "reborn", *again)
-        cluster.wait_ready(reborn)
-        wait_until(
-            lambda: sum(worker.state == admin_pb2.WORKER_STATE_READY for worker in cluster.workers()) >= 2,
-            timeout_s=30,
-            what="the router finds the restarted worker",
-        )
-        with cluster.channel() as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for seed in range(10):
-                assert stub.Generate(_request(seed), timeout=60).usage.completion_tokens == 24
-        assert decode.process.poll() is None
-        cluster.wait_idle()
