@@ -16,6 +16,7 @@ ROW_NAMES = (
     "prefix",
     "router",
     "start",
+    "recovery",
     "memory",
     "quality",
     "concurrency",
