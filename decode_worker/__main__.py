@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def _process(settings: DecodeSettings) -> WorkerProcess[DecodeWorker]:
     return WorkerProcess(
         settings,
         service_name=SERVICE_NAME,
-        add_services=add_services,
+        add_services=partial(add_services, lease_s=settings.lease),
         load=lambda: _load(settings),
     )
 

@@ -31,7 +31,9 @@ from twinstage.transfer.values import ReceivedBlocks
 from twinstage.types import RequestId, SequenceSpec, WorkerDescription
 
 MAX_REQUESTS = 8192  # that have their blocks: some may share all of them with others, so the pool is no limit
-MAX_LEASE_S = 600.0  # the router ends its requests itself; the lease is for the time when it cannot
+# A router ends its requests itself, and the session of one that is gone or silent ends with all it had; this lease is
+# for a router that lives and forgets.
+MAX_LEASE_S = 600.0
 
 logger = get_logger(__name__)
 

@@ -17,6 +17,7 @@ from twinstage.errors import (
     InvalidRequest,
     KvExhausted,
     TwinstageError,
+    WorkerLost,
 )
 from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
@@ -32,18 +33,21 @@ logger = get_logger(__name__)
 SERVICE_NAME = "twinstage.worker.v1.DecodeService"
 MAX_RESERVING = 4096  # reservations of one session at once; those that wait for blocks have a limit of their own
 OPEN_TIMEOUT_S = 10.0  # until a session's first message has come
+LEASE_S = 10.0  # unless configured
+PIECES = 4  # of a lease, each waited for alone
 
 
-def add_services(server: grpc.aio.Server, loading: Loading[DecodeWorker]) -> None:
+def add_services(server: grpc.aio.Server, loading: Loading[DecodeWorker], *, lease_s: float = LEASE_S) -> None:
     """Put the role's service on a server that has not been started."""
-    worker_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(loading), server)
+    worker_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(loading, lease_s=lease_s), server)
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     """The sessions of routers."""
 
-    def __init__(self, loading: Loading[DecodeWorker]) -> None:
+    def __init__(self, loading: Loading[DecodeWorker], *, lease_s: float) -> None:
         self._loading = loading
+        self._lease_s = lease_s
 
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: Any
@@ -57,15 +61,45 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         if not first.open.session_id:
             raise InvalidRequest([FieldViolation("open.session_id", "the first message must open the session")])
         session = worker.open_session(first.open.session_id)
-        reader = asyncio.create_task(_read(worker, session, requests))
+        reader = asyncio.create_task(_read(worker, session, _while_alive(requests, session, self._lease_s)))
         try:
-            yield worker_pb2.SessionResponse(opened=worker_pb2.SessionOpened())
+            yield worker_pb2.SessionResponse(opened=worker_pb2.SessionOpened(lease_ms=round(1000 * self._lease_s)))
             async with aclosing(session.messages()) as messages:
                 async for message in messages:
                     yield _message_to_proto(message)
         finally:
             reader.cancel()
             worker.end_session(session)
+
+
+async def _while_alive(
+    requests: AsyncIterator[worker_pb2.SessionRequest], session: Session, lease_s: float
+) -> AsyncIterator[worker_pb2.SessionRequest]:
+    """What the router says, until it says nothing for `lease_s`.
+
+    The lease is waited for in pieces: should this process itself have been held up, that costs one of them, and what
+    has arrived meanwhile is read in the next.
+    """
+    while True:
+        reading = asyncio.ensure_future(_next(requests))
+        try:
+            for _ in range(PIECES):
+                await asyncio.wait({reading}, timeout=lease_s / PIECES)
+                if reading.done():
+                    break
+            else:
+                logger.warning("router lost", session=session.session_id, silent_s=lease_s)
+                session.close(WorkerLost(f"the router was silent for {lease_s:g} s; open a new session"))
+                return
+            if (request := reading.result()) is None:
+                return
+        finally:
+            reading.cancel()
+        yield request
+
+
+async def _next(requests: AsyncIterator[worker_pb2.SessionRequest]) -> worker_pb2.SessionRequest | None:
+    return await anext(requests, None)
 
 
 async def _read(worker: DecodeWorker, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
@@ -80,6 +114,8 @@ async def _read(worker: DecodeWorker, session: Session, requests: AsyncIterator[
                     request_id = RequestId(request.abort.request_id)
                     reserving.cancel(request_id)
                     worker.abort(session, request_id)
+                case "alive":
+                    pass  # it has been heard
                 case _:
                     violation = FieldViolation("message", "a session is opened once")
                     session.close(InvalidRequest([violation]))

@@ -16,6 +16,7 @@ from twinstage.types import Finish, KvEndpoint, KvGrant, ProducedToken, RequestI
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_UNSENT = 8192  # messages; a worker that takes none of so many is lost
+BEATS = 4  # signs of life within the time after which the worker takes a silent router for lost
 ANSWER_MARGIN_S = 1.0  # by which a worker's own word that the deadline is over may be late
 
 
@@ -118,12 +119,20 @@ class DecodeSession:
         self._subscriptions: dict[RequestId, DecodeSubscription] = {}
         self._reserving: dict[RequestId, asyncio.Future[worker_pb2.SessionGrant]] = {}
         self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # see `_send`
+        self._beat_s: float | None = None  # between signs of life, once the worker has said how often it wants them
         self._lost: TwinstageError | None = None  # why the session is closed
         self._call = stub.Session(self._requests())
 
     async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
         yield worker_pb2.SessionRequest(open=worker_pb2.SessionOpen(session_id=self.session_id))
-        while (request := await self._outgoing.get()) is not None:
+        alive = worker_pb2.SessionRequest(alive=worker_pb2.SessionAlive())
+        while True:
+            request: worker_pb2.SessionRequest | None = alive
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._beat_s):
+                    request = await self._outgoing.get()
+            if request is None:
+                return
             yield request
 
     async def open(self) -> None:
@@ -131,6 +140,9 @@ class DecodeSession:
             message = await self._call.read()
         if not isinstance(message, worker_pb2.SessionResponse) or message.WhichOneof("message") != "opened":
             raise WorkerLost(f"the worker at {self._address} did not open the session")
+        if lease_ms := message.opened.lease_ms:
+            self._beat_s = lease_ms / 1000 / BEATS
+            self._outgoing.put_nowait(worker_pb2.SessionRequest(alive=worker_pb2.SessionAlive()))
 
     def close(self, error: TwinstageError | None = None) -> None:
         """End the session; every subscriber gets `error`. Idempotent."""

@@ -43,8 +43,7 @@ from twinstage.worker.v1 import worker_pb2_grpc
 
 WORKER_SERVICE = "twinstage.worker.v1.WorkerService"
 LAST_WORDS_S = 1.0  # after the drain: in which those are told whose requests it did not finish
-FREE_TIMEOUT_S = 15.0  # a stopped peer is noticed by the deadlines of the KV channel, which are shorter
-END_TIMEOUT_S = 2 * FREE_TIMEOUT_S  # from the end of the last call until the process has ended
+FREE_TIMEOUT_S = 15.0  # or longer than the lease, within which a peer that is stopped is noticed
 # How long a thread that wants to run Python waits for one that does. A step computes without the interpreter's lock;
 # when it ends, the engine's thread must not wait for all that the event loop happens to be converting and sending.
 SWITCH_INTERVAL_S = 0.0005
@@ -71,6 +70,7 @@ class WorkerProcess(Generic[Worker]):
         load: Callable[[], Callable[[asyncio.AbstractEventLoop], Worker]],
     ) -> None:
         self._settings = settings
+        self._free_timeout_s = max(FREE_TIMEOUT_S, 1.5 * settings.lease)
         self._service_names = (WORKER_SERVICE, service_name)
         self._add_services = add_services
         self._load = load
@@ -106,7 +106,7 @@ class WorkerProcess(Generic[Worker]):
             on_drain=lambda: self._drain(worker),
         )
         checking.cancel()
-        end_within(END_TIMEOUT_S, exit_code=1)
+        end_within(2 * self._free_timeout_s, exit_code=1)
         return await self._free(worker)
 
     def _interceptors(self) -> list[CallerInterceptor]:
@@ -167,10 +167,10 @@ class WorkerProcess(Generic[Worker]):
         """End what the grace period did not, free everything, and look at the books."""
         worker.abort_all()
         try:
-            async with asyncio.timeout(FREE_TIMEOUT_S):
+            async with asyncio.timeout(self._free_timeout_s):
                 await worker.wait_idle()
         except TimeoutError:
-            logger.error("something still holds blocks", waited_s=FREE_TIMEOUT_S)
+            logger.error("something still holds blocks", waited_s=self._free_timeout_s)
         try:
             leaked = await asyncio.to_thread(worker.close)
         except IntegrityError as error:

@@ -1006,6 +1006,7 @@ class SessionRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SessionOpen:
         """Opens the session; the first message, and only the first."""
@@ -1018,22 +1019,44 @@ class SessionRequest(_message.Message):
     def reserve(self) -> Global___SessionReserve:
         """Asks for blocks for a request. A grant answers it, or a failure."""
 
+    @_builtins.property
+    def alive(self) -> Global___SessionAlive:
+        """Says that the router is there, when it has nothing else to say."""
+
     def __init__(
         self,
         *,
         open: Global___SessionOpen | None = ...,
         abort: Global___SessionAbort | None = ...,
         reserve: Global___SessionReserve | None = ...,
+        alive: Global___SessionAlive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "alive", b"alive", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "abort", "reserve"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "abort", "reserve", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionAlive(_message.Message):
+    """A sign of life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionAlive: _TypeAlias = SessionAlive  # noqa: Y015
 
 @_typing.final
 class SessionOpen(_message.Message):
@@ -1157,12 +1180,17 @@ class SessionOpened(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """Time after which a router that says nothing is taken for lost, in milliseconds: the session ends then."""
     def __init__(
         self,
+        *,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
