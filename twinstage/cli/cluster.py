@@ -25,6 +25,7 @@ from twinstage.cgroups import usable_cpus
 from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
 from twinstage.cli.cluster_events import Ended, Event, Interrupted, Known, Ready, Serving
+from twinstage.cli.cluster_secret import ClusterSecret
 from twinstage.cli.health import watch_until_serving
 from twinstage.cli.model_choice import ModelChoice, choose_model
 from twinstage.cpus import by_core, format_cpus, share_out
@@ -85,6 +86,7 @@ class Cluster:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._unknown: set[str] = set()  # workers that the router has not reached yet
         self._serving = False
+        self._secret = ClusterSecret(config.environment)
         self._check()
 
     @property
@@ -156,6 +158,7 @@ class Cluster:
         workers = [child for name, child in self.processes.items() if name != ROUTER]
         self._end(router, on_ended)
         self._end(workers, on_ended)
+        self._secret.remove()
         return {name: child.exit_code for name, child in self.processes.items()}
 
     def __enter__(self) -> Self:
@@ -250,7 +253,8 @@ class Cluster:
         self._start(ROUTER, "router", [*flags, *self.config.router_flags])
 
     def _start(self, name: str, module: str, flags: list[str]) -> None:
-        environment = {"TWINSTAGE_DRAIN_TIMEOUT": str(DRAIN_S), **self.config.environment}
+        own = {"TWINSTAGE_DRAIN_TIMEOUT": str(DRAIN_S), **self._secret.environment()}
+        environment = {**own, **self.config.environment}
         ready_event = "router ready" if name == ROUTER else "worker ready"  # the router logs both
         child = Child(name, module, flags, ready_event=ready_event, environment=environment)
         self.processes[name] = child
