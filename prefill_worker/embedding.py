@@ -7,6 +7,7 @@ number of tokens; so many small calls cost one forward pass. A call is never spl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -97,7 +98,13 @@ class EmbeddingWorker:
         self.loads.changed()
         if self._pump is None:
             self._pump = asyncio.create_task(self._compute_waiting())
-        return await call.result  # when the caller goes away, this is cancelled, and a waiting call is skipped
+        try:
+            return await call.result
+        except asyncio.CancelledError:  # the caller has gone, and with it its place in the queue
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(call)
+            self.loads.changed()
+            raise
 
     async def _compute_waiting(self) -> None:
         """Compute batches until nothing waits."""

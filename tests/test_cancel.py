@@ -84,7 +84,7 @@ def _await_cancelled(call: grpc.Future) -> None:
 def test_cancel_while_prefilling(
     cluster: ProcessCluster, stub: generation_pb2_grpc.GenerationServiceStub, proxy: SlowProxy, expected: str
 ) -> None:
-    call = stub.Generate.future(_request(LONG_PROMPT), timeout=60)
+    call = stub.Generate.future(_request(LONG_PROMPT, max_tokens=200), timeout=60)  # not over before it is seen
     prefill = next(role.name for role in cluster.processes if role.name.startswith("prefill"))
     wait_until(lambda: cluster.worker(prefill).running > 0 or call.done(), timeout_s=10, what="prefill runs")
     _await_cancelled(call)

@@ -644,16 +644,19 @@ async def test_a_batch_has_a_limit_and_a_large_call_goes_alone() -> None:
         assert [size for size, _ in encoder.batches] == [3, 1, 1]
 
 
-async def test_a_cancelled_call_is_not_computed() -> None:
+async def test_a_cancelled_call_is_not_computed_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()
     async with _embedding(encoder) as worker:
         first = asyncio.ensure_future(worker.encode([[1]], normalize=True))
         await asyncio.sleep(0)
         assert await asyncio.to_thread(encoder.entered.wait, 5)
         cancelled = asyncio.ensure_future(worker.encode([[2]], normalize=True))
-        last = asyncio.ensure_future(worker.encode([[3], [4]], normalize=True))
         await asyncio.sleep(0)
         cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        last = asyncio.ensure_future(worker.encode([[3], [4]], normalize=True))
+        await asyncio.sleep(0)
         encoder.gate.set()
         await asyncio.gather(first, last)
         assert [size for size, _ in encoder.batches] == [1, 2]
