@@ -357,11 +357,12 @@ def test_a_cluster_has_a_secret_of_its_own(roles: Path, monkeypatch: pytest.Monk
         return dict(entry.partition("=")[::2] for entry in entries)["TWINSTAGE_WORKER_SECRET_FILE"]
 
     with Cluster(ClusterConfig(port=0)) as cluster:
-        cluster.wait_ready(START_TIMEOUT_S)
-        (path,) = {Path(variable(child.pid)) for child in cluster.processes.values()}
+        path = Path(variable(cluster.processes["prefill-0"].pid))
         assert path.stat().st_mode & 0o777 == 0o600
         assert len(path.read_text()) >= 32
-    assert not path.exists()
+        cluster.wait_ready(START_TIMEOUT_S)
+        assert {variable(child.pid) for child in cluster.processes.values()} == {str(path)}
+        assert not path.exists(), "all have read it"
     monkeypatch.setenv("TWINSTAGE_WORKER_SECRET_FILE", str(tmp_path / "own"))
     with Cluster(ClusterConfig(port=0)) as cluster:
         cluster.wait_ready(START_TIMEOUT_S)

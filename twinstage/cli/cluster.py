@@ -124,6 +124,7 @@ class Cluster:
             while not self._serving or self._unknown:
                 waiting_for = f"the router's connection to {', '.join(sorted(self._unknown)) or 'its workers'}"
                 self._next_event(deadline_s, waiting_for=waiting_for)
+        self._secret.remove()  # all have read it
 
     def wait(self) -> None:
         """Wait until somebody interrupts.

@@ -12,7 +12,7 @@ VARIABLE = "TWINSTAGE_WORKER_SECRET_FILE"
 
 
 class ClusterSecret:
-    """A secret in a file that only this user can read, for as long as a cluster lives, unless the operator has one."""
+    """A secret in a file that only this user can read, until all processes have it, unless the operator has one."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         """`given` is what the processes get besides this process's environment."""
