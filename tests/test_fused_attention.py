@@ -69,5 +69,5 @@ def test_narrow_vectors_give_the_same_bits(tmp_path: Path) -> None:
     output = tmp_path / "narrow.npy"
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}
     command = [sys.executable, fused_attention_case.__file__, str(output)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=400)
     np.testing.assert_array_equal(np.load(output), np.concatenate(fused_attention_case.vector_width_case()))

@@ -16,7 +16,7 @@ from twinstage.models.fused.target import Target, target
 pytestmark = pytest.mark.xdist_group("fused")
 needs_integer_dot = pytest.mark.skipif(not target().integer_dot, reason="this CPU lacks AVX-512 VNNI and AVX-VNNI")
 
-SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "head_dim": 16}
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 16}
 WITH, WITHOUT = Target("a", "+avx2,+avxvnni", 8), Target("b", "+avx2,-avx512vnni", 8)
 
 
@@ -25,11 +25,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[WeightFormat, Fused
     """The same weights in each format."""
     directory = tmp_path_factory.mktemp("formats") / "llama"
     config = tiny_config("llama", **SIZES, tie_word_embeddings=True)
-    models = [make_fused(directory, config), make_fused(directory, config, precision="int8", threads=2)]
+    models = [
+        make_fused(directory, config),
+        make_fused(directory, config, precision="int8", kv_dtype="bfloat16", threads=2),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         without = replace(target(), cpu="x86-64-v3", features="")
         patch.setattr(formats, "target", lambda: without)
-        models.append(make_fused(directory, config, precision="int8"))
+        models.append(make_fused(directory, config, precision="int8", kv_dtype="float16"))
     return {model.weight_format: FusedOnBlocks(model, num_blocks=200) for model in models}
 
 

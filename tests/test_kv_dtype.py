@@ -51,6 +51,7 @@ def test_stock_modules_on_kv_in_16_bits(tiny_model: Path, kv_dtype: str, limit: 
         torch.testing.assert_close(_logits(model, *ends), whole, rtol=0, atol=float(1e-4 * exact.abs().max()))
 
 
+@pytest.mark.timeout(600)  # compiles
 def test_auto_follows_the_weights(tiny_model: Path) -> None:
     fast = "bfloat16" if target().bfloat16_dot else "float16"
     resolved = resolve_model(str(tiny_model))
@@ -61,13 +62,14 @@ def test_auto_follows_the_weights(tiny_model: Path) -> None:
     assert exact.kv_layout(16).dtype == "float32"
 
 
-@pytest.mark.parametrize("weights", ["stock", "int8"])
-def test_disaggregated_equals_aggregated(weights: str, tiny_model: Path, tmp_path: Path) -> None:
-    llm = LLM(str(tiny_model), LlmOptions(weights=weights, kv_dtype="float16", threads=1))
+@pytest.mark.timeout(600)  # compiles
+@pytest.mark.parametrize(("weights", "kv_dtype"), [("stock", "float16"), ("int8", "auto")])
+def test_disaggregated_equals_aggregated(weights: str, kv_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+    llm = LLM(str(tiny_model), LlmOptions(weights=weights, kv_dtype=kv_dtype, threads=1))
     expected = llm.generate([PROMPT], SamplingParameters(temperature=0.0), max_tokens=MAX_TOKENS)[0]
     llm.close()
     with ProcessCluster(tmp_path) as cluster:
-        flags = ("--weights", weights, "--kv-dtype", "float16", "--threads", "1", "--kv-cache-bytes", "8MiB")
+        flags = ("--weights", weights, "--kv-dtype", kv_dtype, "--threads", "1", "--kv-cache-bytes", "8MiB")
         cluster.start_workers(str(tiny_model), flags=flags)
         cluster.start_router()
         with cluster.channel() as channel:
