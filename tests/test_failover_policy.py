@@ -13,9 +13,11 @@ from structlog.testing import capture_logs
 from fake_workers import FakeDecode, FakePrefill, until
 from flow_rig import Rig, expected_text, request, running
 from router.attempt import AttemptFailed
+from router.config import RouterSettings
 from router.failover import Attempts, FailoverPolicy, Probation
 from router.placement import WorkerKey
 from twinstage.errors import ComputeFailed, NoWorker, PoisonedRequest, StreamBroken, WorkerLost
+from twinstage.settings import read_settings
 from twinstage.types import RequestId, Role, TextPrompt, WorkerId
 
 POISON = "poison"
@@ -136,6 +138,16 @@ async def test_without_failover_a_request_is_tried_once() -> None:
         with pytest.raises(StreamBroken, match="gone") as caught:
             await rig.collect(request(8))
         assert caught.value.tokens_sent == 3
+
+
+def test_what_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(RouterSettings, []).failover_policy() == FailoverPolicy()
+    flags = ["--max-attempts", "5", "--poison-limit", "4", "--worker-wait", "0", "--resume-wait", "7"]
+    expected = FailoverPolicy(max_attempts=5, poison_limit=4, worker_wait_s=0.0, resume_wait_s=7.0)
+    assert read_settings(RouterSettings, flags).failover_policy() == expected
+    assert read_settings(RouterSettings, [*flags, "--no-failover"]).failover_policy().max_attempts == 1
+    monkeypatch.setenv("TWINSTAGE_FAILOVER", "false")
+    assert read_settings(RouterSettings, []).failover_policy().max_attempts == 1
 
 
 async def test_attempts_are_as_many_as_the_operator_says() -> None:

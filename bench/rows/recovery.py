@@ -43,20 +43,22 @@ class Fault:
     target_s: float
 
 
-_FAULTS = (
-    Fault(name="prefill killed", role="prefill", number=signal.SIGKILL, target_s=2.0),
-    Fault(name="decode killed in mid-stream", role="decode", number=signal.SIGKILL, target_s=3.0),
+_FAULTS = (  # in this order: who is stopped comes back, who is killed does not
     Fault(name="prefill stopped", role="prefill", number=signal.SIGSTOP, target_s=_SILENT_S + 2.0),
     Fault(name="decode stopped in mid-stream", role="decode", number=signal.SIGSTOP, target_s=_SILENT_S + 3.0),
+    Fault(name="prefill killed", role="prefill", number=signal.SIGKILL, target_s=2.0),
+    Fault(name="decode killed in mid-stream", role="decode", number=signal.SIGKILL, target_s=3.0),
 )
 
 
 def measure(context: Context) -> RowResult:
     found: dict[str, list[float]] = {fault.name: [] for fault in _FAULTS}
     for round_number in range(context.rounds):
-        for fault in _FAULTS:
-            context.progress(f"{fault.name}, round {round_number + 1}")
-            found[fault.name].append(_recovery_s(context, fault))
+        context.progress(f"recovery, round {round_number + 1}")
+        with _cluster(context) as cluster, TwinstageClient(cluster.address) as client:
+            _warm_up(client)
+            for fault in _FAULTS:
+                found[fault.name].append(_recovery_s(cluster, client, fault))
     return result_of(found)
 
 
@@ -81,28 +83,29 @@ def result_of(found: dict[str, list[float]]) -> RowResult:
     )
 
 
-def _recovery_s(context: Context, fault: Fault) -> float:
-    """One cluster, one request, one fault."""
-    with _cluster(context) as cluster, TwinstageClient(cluster.address) as client:
-        _warm_up(client)
-        times: list[float] = []
-        reading = threading.Thread(target=_read, args=(client, times))
-        reading.start()
-        if fault.role == "decode":
-            _wait(lambda: len(times) >= _BEFORE, what="tokens")
-        victim = _busy(cluster, fault.role)
-        before = len(times)
-        failed_s = time.monotonic()
-        victim.send(fault.number)
-        try:
-            reading.join(_PATIENCE_S)
-        finally:
+def _recovery_s(cluster: Cluster, client: TwinstageClient, fault: Fault) -> float:
+    """One request, one fault."""
+    times: list[float] = []
+    reading = threading.Thread(target=_read, args=(client, times))
+    reading.start()
+    if fault.role == "decode":
+        _wait(lambda: len(times) >= _BEFORE, what="tokens")
+    victim = _busy(cluster, fault.role)
+    before = len(times)
+    failed_s = time.monotonic()
+    victim.send(fault.number)
+    try:
+        reading.join(_PATIENCE_S)
+    finally:
+        if fault.number is signal.SIGSTOP:
+            _wait(lambda: victim.address not in _ready(cluster), what="loss of the worker that is stopped")
             victim.send(signal.SIGCONT)
-        if len(times) != _TOKENS:
-            raise InternalError(f"{fault.name}: {len(times)} tokens of {_TOKENS} came")
-        # What was on its way when the worker failed comes at once; the wait is the longest gap after it.
-        waits = [later - earlier for earlier, later in zip([failed_s, *times[before:]], times[before:], strict=False)]
-        return max(waits)
+            _wait(lambda: victim.address in _ready(cluster), what="return of the worker that was stopped")
+    if len(times) != _TOKENS:
+        raise InternalError(f"{fault.name}: {len(times)} tokens of {_TOKENS} came")
+    # What was on its way when the worker failed comes at once; the wait is the longest gap after it.
+    later = times[before:]
+    return max(after - earlier for earlier, after in zip([failed_s, *later], later, strict=False))
 
 
 @contextmanager
@@ -138,17 +141,24 @@ def _busy(cluster: Cluster, role: str) -> Child:
     """The worker of a role that computes."""
     busy: list[Child] = []
     wanted = {"prefill": admin_pb2.WORKER_ROLE_PREFILL, "decode": admin_pb2.WORKER_ROLE_DECODE}[role]
-    with grpc.insecure_channel(cluster.address) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
 
-        def look() -> Sequence[Child]:
-            workers = stub.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5).workers
-            addresses = {worker.address for worker in workers if worker.role == wanted and worker.running}
-            busy[:] = [child for child in cluster.processes.values() if child.address in addresses]
-            return busy
+    def look() -> bool:
+        addresses = {worker.address for worker in _table(cluster) if worker.role == wanted and worker.running}
+        busy[:] = [child for child in cluster.processes.values() if child.address in addresses]
+        return bool(busy)
 
-        _wait(lambda: bool(look()), what=f"a {role} worker that computes")
+    _wait(look, what=f"a {role} worker that computes")
     return busy[0]
+
+
+def _ready(cluster: Cluster) -> set[str]:
+    """Addresses of the workers that the router can use."""
+    return {worker.address for worker in _table(cluster) if worker.state == admin_pb2.WORKER_STATE_READY}
+
+
+def _table(cluster: Cluster) -> Sequence[admin_pb2.Worker]:
+    with grpc.insecure_channel(cluster.address) as channel:
+        return admin_pb2_grpc.AdminServiceStub(channel).ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5).workers
 
 
 def _wait(condition: Callable[[], bool], *, what: str) -> None:
