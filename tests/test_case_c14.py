@@ -6,17 +6,25 @@ That the tokens of the pairs which fit are those of one process is test_equality
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import grpc
 import pytest
 
 from case_parts import BLOCK_TOKENS, CasePair, check_next_is_right, raw_sender
+from fake_workers import until
+from harness import ProcessCluster
+from router.__main__ import Router
+from router.config import RouterSettings
 from small_router import spec_of
 from twinstage.engine.llm import LLM
 from twinstage.errors import HandshakeRefused
 from twinstage.kv.layout import KvLayout
 from twinstage.rpc.protocol import PROTOCOL_VERSION
+from twinstage.settings import read_settings
 from twinstage.transfer import frames
 from twinstage.types import KvGrant, WorkerDescription
+from twinstage.v1 import admin_pb2, admin_pb2_grpc
 
 pytestmark = pytest.mark.xdist_group("cases")
 
@@ -65,6 +73,30 @@ async def test_frames_of_another_version_are_refused_by_name(
             monkeypatch.setattr(frames, "FORMAT_VERSION", ours + change)
             message = await asyncio.to_thread(_refusal, grant, description, {})
             assert f"speaks format version {ours} of the KV channel, this is {ours + change}" in message
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["older router", "newer router"])
+async def test_a_router_of_another_release_uses_no_worker_and_says_why(
+    case_cluster: ProcessCluster, change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other way round, with a worker of another release, it is test_drain.py's."""
+    monkeypatch.setattr("router.workers.PROTOCOL_VERSION", PROTOCOL_VERSION + change)
+    addresses = [role.address for role in case_cluster.processes if role.name != "router"]
+    flags = [argument for address in addresses for argument in ("--workers", address)]
+    router = Router(read_settings(RouterSettings, ["--listen", "127.0.0.1:0", *flags]))
+    await router.start()
+    try:
+        await until(lambda: all(entry.refusal for entry in router.workers.entries), what="all are refused")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+            stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+            workers = (await stub.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=5)).workers
+    finally:
+        await router.stop()
+    assert {worker.id for worker in workers} == {role.name for role in case_cluster.processes if role.name != "router"}
+    for worker in workers:
+        assert worker.state == admin_pb2.WORKER_STATE_REFUSED
+        assert f"speaks version {PROTOCOL_VERSION} of the worker protocol" in worker.detail
+        assert f"this router speaks {PROTOCOL_VERSION + change}" in worker.detail
 
 
 def _refusal(grant: KvGrant, description: WorkerDescription, who: dict[str, object]) -> str:
