@@ -46,9 +46,9 @@ class Context:
 class Row:
     """One row. `limit_s` bounds its time; it is ended and reported as failed when it takes longer.
 
-    `quick`: whether `make bench-quick` runs it. `needs_vllm`: it measures vLLM's server too, which takes minutes to
-    start and is started before the row's time begins to count; `needs_llama_server`: that of llama.cpp, whose settings
-    are tried before.
+    `quick`: whether `make bench-quick` runs it. `peers`: those that are installed for it. `needs_vllm`: it measures
+    vLLM's server too, which takes minutes to start and is started before the row's time begins to count;
+    `needs_llama_server`: that of llama.cpp, whose settings are tried before.
     """
 
     name: str
@@ -56,5 +56,6 @@ class Row:
     measure: Callable[[Context], RowResult]
     limit_s: float
     quick: bool = True
+    peers: tuple[str, ...] = ()
     needs_vllm: bool = False
     needs_llama_server: bool = False

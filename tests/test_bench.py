@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.__main__ import needed_peers
 from bench.contest import Contest
 from bench.engines.client import EngineFailed, EngineProcess
 from bench.engines.launch import Engines, own_options
@@ -145,6 +146,15 @@ def test_every_row_loads_and_bounds_its_time() -> None:
     assert all(0 < row.limit_s <= 900 for row in rows)
     with pytest.raises(RowTookTooLong, match="sleepy was ended"), time_limit(0.05, what="sleepy"):
         time.sleep(5)
+
+
+def test_only_the_peers_that_rows_measure_are_installed() -> None:
+    assert needed_peers(["transfer", "router", "overload"], install_only=False) == []
+    assert needed_peers(["transfer", "decode"], install_only=False) == ["llama"]
+    assert needed_peers(["transfer"], install_only=True) == sorted(PEERS)
+    for row in map(load_row, ROW_NAMES):
+        assert "vllm" in row.peers or not row.needs_vllm
+        assert "llama" in row.peers or not row.needs_llama_server
 
 
 SMAPS = """\

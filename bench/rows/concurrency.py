@@ -73,5 +73,6 @@ ROW = Row(
     measure=measure,
     limit_s=300,
     quick=False,
+    peers=("llama",),
     needs_llama_server=True,
 )

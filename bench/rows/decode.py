@@ -71,4 +71,4 @@ def decode_curve(contest: Contest) -> Curve:
     )
 
 
-ROW = Row(name="decode", title="Decode throughput", measure=measure, limit_s=480)
+ROW = Row(name="decode", title="Decode throughput", measure=measure, limit_s=480, peers=("llama",))

@@ -60,4 +60,6 @@ def prefill_curve(contest: Contest, lengths: list[int]) -> Curve:
     )
 
 
-ROW = Row(name="prefill", title="Prefill throughput", measure=measure, limit_s=480, needs_vllm=True)
+ROW = Row(
+    name="prefill", title="Prefill throughput", measure=measure, limit_s=480, peers=("llama", "vllm"), needs_vllm=True
+)

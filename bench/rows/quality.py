@@ -106,4 +106,6 @@ def _comparisons(name: str, agreement: Agreement) -> list[Comparison]:
     ]
 
 
-ROW = Row(name="quality", title="Quality of the precisions", measure=measure, limit_s=600, quick=False)
+ROW = Row(
+    name="quality", title="Quality of the precisions", measure=measure, limit_s=600, quick=False, peers=("llama",)
+)

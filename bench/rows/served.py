@@ -169,5 +169,11 @@ def _latencies(
 
 
 ROW = Row(
-    name="served", title="Served throughput", measure=measure, limit_s=900, needs_vllm=True, needs_llama_server=True
+    name="served",
+    title="Served throughput",
+    measure=measure,
+    limit_s=900,
+    peers=("llama", "vllm"),
+    needs_vllm=True,
+    needs_llama_server=True,
 )

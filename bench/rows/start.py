@@ -93,4 +93,4 @@ def _start_llama(context: Context) -> float:
         return server.ready_s
 
 
-ROW = Row(name="start", title="Start of a worker", measure=measure, limit_s=240)
+ROW = Row(name="start", title="Start of a worker", measure=measure, limit_s=240, peers=("llama",))
