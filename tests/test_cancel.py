@@ -99,9 +99,13 @@ def test_cancel_while_transferring(
     kinds = [next(events).WhichOneof("event"), next(events).WhichOneof("event")]
     assert kinds == ["prompt_info", "delta"], "the first token does not wait for the transfer"
     decode = next(role.name for role in cluster.processes if role.name.startswith("decode"))
-    held = cluster.worker(decode)
-    assert held.free_kv_blocks < held.total_kv_blocks
-    assert held.running == 0, "decode cannot run before the hand-over is complete"
+
+    def has_blocks_set_aside() -> bool:
+        worker = cluster.worker(decode)
+        return worker.free_kv_blocks < worker.total_kv_blocks
+
+    wait_until(has_blocks_set_aside, timeout_s=10, what="the router hears of the reservation")
+    assert cluster.worker(decode).running == 0, "decode cannot run before the hand-over is complete"
     events.cancel()  # type: ignore[attr-defined]
     _check_next_is_right(cluster, stub, proxy, expected)
 

@@ -166,6 +166,17 @@ def test_a_pool_without_a_block_is_refused(tiny_model: Path) -> None:
         build_engine(settings, find_model(settings), role=Role.DECODE, protocol_version=1)
 
 
+def test_a_worker_promises_no_longer_sequence_than_its_pool_holds(tiny_model: Path) -> None:
+    flags = ["--model", str(tiny_model), "--kv-cache-bytes", "16KiB", "--threads", "1", "--weights", "stock"]
+    settings = read_settings(DecodeSettings, flags)
+    parts, description = build_engine(settings, find_model(settings), role=Role.DECODE, protocol_version=1)
+    try:
+        pool_tokens = description.total_kv_blocks * description.kv_block_size
+        assert description.model.max_model_len == parts.core.config.max_model_len == pool_tokens
+    finally:
+        parts.close()
+
+
 # --- the beginning and the end --------------------------------------------------------------------
 
 

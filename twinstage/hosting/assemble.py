@@ -91,10 +91,11 @@ def build_engine(
     )
     if chosen.numerics:
         logger.info("deterministic", numerics=chosen.numerics)
+    max_model_len = _servable_length(model.max_model_len, layout, num_blocks)
     config = EngineConfig(
         max_num_sequences=settings.max_num_sequences,
         max_tokens_per_step=settings.max_tokens_per_step,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         block_size=settings.block_size,
         hold_after_first_token=role is Role.PREFILL,
         fixed_passes=chosen.fixed_passes,
@@ -106,17 +107,11 @@ def build_engine(
         found,
         role=role,
         protocol_version=protocol_version,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         layout=layout,
         num_blocks=num_blocks,
         numerics=chosen.numerics,
     )
-    if num_blocks < layout.blocks_for(model.max_model_len):
-        logger.warning(
-            "the KV pool is smaller than the longest sequence; raise --kv-cache-bytes or lower --max-model-len",
-            pool_tokens=num_blocks * layout.block_size,
-            max_model_len=model.max_model_len,
-        )
     parts = EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher, end_model=model.close)
     return parts, description
 
@@ -148,6 +143,18 @@ def _num_blocks(settings: WorkerSettings, layout: KvLayout) -> int:
             f"--kv-cache-bytes {settings.kv_cache_bytes} holds no KV block: one has {layout.block_bytes} bytes"
         )
     return int(num_blocks)
+
+
+def _servable_length(max_model_len: int, layout: KvLayout, num_blocks: int) -> int:
+    """The longest sequence in tokens that the pool can hold: one that outgrows it could only fail in mid-stream."""
+    pool_tokens = num_blocks * layout.block_size
+    if pool_tokens < max_model_len:
+        logger.warning(
+            "sequences are limited to what the KV pool holds; raise --kv-cache-bytes for longer ones",
+            max_model_len=pool_tokens,
+            without_this_limit=max_model_len,
+        )
+    return min(max_model_len, pool_tokens)
 
 
 def _describe(
