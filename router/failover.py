@@ -7,8 +7,8 @@
 A request that is there when a worker dies may be the reason for it, and so may be everyone else who was there. All of
 them become suspects and are tried again, but one after the other, until each has come past the point at which its
 worker died: an innocent one needs a prefill and a token for that. When a worker dies of a suspect that was alone, and
-it is not its first one, the request is poison. It is refused, and nobody else is. A death is a connection that ended or
-a worker that fell silent; a router cannot tell a network's failure from it, which is why one is no proof.
+it is not its first one of that role, the request is poison. It is refused, and nobody else is. A death is a connection
+that ended or a worker that fell silent; a router cannot tell a network's failure from it, which is why one is no proof.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Attempts:
         self.excluded: frozenset[WorkerKey] = frozenset()  # gone for this request
         self.avoided: frozenset[WorkerKey] = frozenset()  # taken when there is no other
         self.suspected_on: Role | None = None
-        self._took: list[WorkerId] = []  # workers that died while they computed for the request
+        self._took: dict[Role, list[WorkerId]] = {}  # workers that died while they computed for the request
 
     def failed(self, failed: AttemptFailed, trial: Trial, *, decode: WorkerKey | None, tokens: int) -> None:
         """Take note of a failure. Raises PoisonedRequest when this death is the request's own doing."""
@@ -121,11 +121,13 @@ class Attempts:
         if not died:
             return
         self.suspected_on = Role.DECODE if decode in died else Role.PREFILL
-        self._took += [worker.worker_id for worker in died]
-        if trial.is_alone and len(self._took) >= self._policy.poison_limit:
-            logger.error("poisoned request refused", request_id=self._request_id, workers=self._took, tokens=tokens)
+        # A poison kills at the same point again; a worker of either role is what accidents take, too.
+        took = self._took.setdefault(self.suspected_on, [])
+        took += [worker.worker_id for worker in died]
+        if trial.is_alone and len(took) >= self._policy.poison_limit:
+            logger.error("poisoned request refused", request_id=self._request_id, workers=took, tokens=tokens)
             raise PoisonedRequest(
-                f"{len(self._took)} workers were lost while they computed for this request, the last one for it alone; "
+                f"{len(took)} workers were lost while they computed for this request, the last one for it alone; "
                 f"it is not tried again"
             )
 

@@ -97,6 +97,16 @@ async def test_an_innocent_request_may_see_as_many_deaths_as_a_poison_in_company
             attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({worker})), trial, decode=worker, tokens=3)
 
 
+async def test_a_death_on_each_leg_is_an_accident_twice() -> None:
+    prefill, decode = WorkerKey(WorkerId("p"), 1), WorkerKey(WorkerId("d"), 1)
+    attempts, probation = Attempts(FailoverPolicy(), request_id=RequestId("r")), Probation()
+    for key in (prefill, decode):
+        async with probation.trial("model", attempts.suspected_on) as trial:
+            trial.computing(key)
+            attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({key})), trial, decode=decode, tokens=3)
+            assert trial.is_alone == (key is decode)
+
+
 async def test_suspects_have_their_turn_one_after_the_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.failover.PROBATION_WAIT_S", 0.1)
     probation = Probation()
