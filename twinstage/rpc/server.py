@@ -56,8 +56,8 @@ class Keepalive:
 
     @classmethod
     def of_lease(cls, lease_s: float) -> Keepalive:
-        """Peers that say nothing for `lease_s` are lost."""
-        return cls(interval_s=lease_s / 2, timeout_s=lease_s / 2)
+        """For peers that have signs of life of their own, which count sooner."""
+        return cls(interval_s=lease_s, timeout_s=lease_s)
 
 
 def create_server(
