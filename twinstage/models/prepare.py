@@ -19,6 +19,7 @@ from pathlib import Path
 import filelock
 
 from twinstage.errors import ModelError
+from twinstage.models import apart
 from twinstage.models.weight_files import check_weights
 
 CONVERTER_VERSION = 1  # raise it whenever the same file would give other weights, tokens or settings
@@ -101,13 +102,21 @@ def _convert_into(target: Path, path: Path, progress: Callable[[str], None]) -> 
         shutil.rmtree(leftover, ignore_errors=True)
     working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        # Transformers and torch take seconds to import, which a model that is in the cache need not pay here.
-        from twinstage.models.convert_gguf import convert_gguf
-
-        convert_gguf(path, working, progress=progress)
+        _convert(path, working, progress)
         for entry in (working, *working.iterdir()):  # made for this user alone
             entry.chmod(0o755 if entry.is_dir() else 0o644)
         os.rename(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
     progress(f"converted model kept in {target}")
+
+
+def _convert(path: Path, directory: Path, progress: Callable[[str], None]) -> None:
+    if apart.is_worth_it():
+        arguments = {"path": str(path.absolute()), "directory": str(directory.absolute())}
+        apart.make_apart("convert_gguf", arguments, what=f"{path} cannot be converted", progress=progress)
+        return
+    # Transformers and torch take seconds to import, which a model that is in the cache need not pay here.
+    from twinstage.models.convert_gguf import convert_gguf
+
+    convert_gguf(path, directory, progress=progress)

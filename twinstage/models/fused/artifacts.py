@@ -47,12 +47,18 @@ class Artifact:
     def path(self) -> Path:
         return self.directory / self.kind / f"{self.name}-{self.key}.bin"
 
-    def load_or_make(self, make: Callable[[], Memory], parse: Callable[[Memory], T]) -> T:
+    def load_or_make(
+        self, make: Callable[[], Memory], parse: Callable[[Memory], T], *, fill: Callable[[], None] | None = None
+    ) -> T:
         """What `parse` reads from the content, which comes from the cache or from `make`, whose errors pass through.
 
-        `parse` raises ValueError when it cannot read the content; what is in the cache is then made again.
+        `parse` raises ValueError when it cannot read the content; what the cache has is then made again. `fill`, whose
+        errors pass through, too, is called before that and may have another process put it there.
         """
         found = self._read(parse)
+        if found is None and fill is not None and self._can_be_kept():
+            fill()
+            found = self._read(parse)
         if found is not None:
             return found
         with contextlib.ExitStack() as stack:
@@ -80,6 +86,13 @@ class Artifact:
             self._warn_unusable(error)
             return None
         return self._read(parse)
+
+    def _can_be_kept(self) -> bool:
+        try:
+            _make_private_directory(self.path.parent)
+        except OSError:
+            return False
+        return os.access(self.path.parent, os.W_OK)
 
     def _warn_unusable(self, error: OSError) -> None:
         logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from twinstage.cgroups import usable_cpus
 from twinstage.errors import ModelError, NotFusible, TwinstageError
+from twinstage.models import apart
 from twinstage.models.config_files import effective_max_model_len, read_json_object
 from twinstage.models.fused.artifacts import Artifact
 from twinstage.models.fused.attention_work import AttentionShape
@@ -71,6 +73,7 @@ def load_fused(
     """Load with weights of `precision`, "fp32" or "int8", and KV in `kv_dtype`, on `threads` threads or all CPUs.
 
     `kv_dtype` None is float32 with fp32, and with int8 the 16-bit format that this machine multiplies fastest.
+    What the cache lacks is made by another process where that spares this one memory (`models/apart.py`).
     Raises NotFusible, ModelError and ConfigError.
     """
     report = progress or (lambda _message: None)
@@ -80,6 +83,7 @@ def load_fused(
     weight_format = format_of(precision, config)
     kv_dtype = kv_dtype or kv_dtype_of(precision)
     cache = cache_directory or default_cache_directory()
+    fill = _filler(resolved, precision=precision, kv_dtype=kv_dtype, threads=threads, cache=cache, report=report)
     weights_key = _digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel))
     with _refusing(f"the weights of {resolved.name} cannot be packed"):
         packed = Artifact(
@@ -87,6 +91,7 @@ def load_fused(
         ).load_or_make(
             lambda: pack_model(resolved.directory, weight_format, progress=report),
             lambda memory: PackedWeights.of(memory, weight_format),
+            fill=fill,
         )
     shape = AttentionShape(
         num_heads=packed.spec.num_heads,
@@ -98,7 +103,9 @@ def load_fused(
     with _refusing("its kernels cannot be compiled on this machine"):
         kernels_key = kernel_key(weight_format, shape)
         program = Artifact(directory=cache, kind="kernels", name=weight_format, key=kernels_key).load_or_make(
-            lambda: _compile(weight_format, shape, report), lambda memory: NativeProgram.from_bytes(memory.view())
+            lambda: _compile(weight_format, shape, report),
+            lambda memory: NativeProgram.from_bytes(memory.view()),
+            fill=fill,
         )
         loaded = LoadedProgram(program)
     model = FusedModel(
@@ -120,12 +127,41 @@ def load_fused(
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)
         refusal = verdict.load_or_make(
-            lambda: try_model(model, resolved.directory, name=resolved.name, report=report), read_verdict
+            lambda: try_model(model, resolved.directory, name=resolved.name, report=report), read_verdict, fill=fill
         )
         if refusal:
             raise NotFusible(refusal)
         stack.pop_all()
     return model
+
+
+def _filler(
+    resolved: ResolvedModel,
+    *,
+    precision: str,
+    kv_dtype: str,
+    threads: int | None,
+    cache: Path,
+    report: Callable[[str], None],
+) -> Callable[[], None] | None:
+    """A function that has another process fill the cache, the first time it is called; None where that is no use."""
+    if not apart.is_worth_it():
+        return None
+    arguments = {
+        "directory": str(resolved.directory),
+        "name": resolved.name,
+        "fingerprint": resolved.fingerprint,
+        "precision": precision,
+        "kv_dtype": kv_dtype,
+        "threads": threads,
+        "cache_directory": str(cache),
+    }
+
+    @functools.cache
+    def fill() -> None:
+        apart.make_apart("load_fused", arguments, what=f"{resolved.name} cannot be prepared", progress=report)
+
+    return fill
 
 
 @contextlib.contextmanager
