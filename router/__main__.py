@@ -105,6 +105,7 @@ class Router:
             live=self._live,
             deadlines=deadlines,
             policy=settings.failover_policy(),
+            max_priority=settings.priority_at_most,
         )
         embedding = Embedding(
             workers=self.workers,

@@ -13,12 +13,14 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from router.discovery import WorkerSource, parse_source
 from router.failover import FailoverPolicy
+from router.limits import MAX_PRIORITY
 from twinstage.errors import ConfigError
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import read_shared_secrets
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.tls import TlsFiles, channel_credentials
 from twinstage.settings import ProcessSettings
+from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
 
 MOST_OPEN_FILES = 1024 * 1024  # where the system sets no limit
 
@@ -46,6 +48,14 @@ class RouterSettings(ProcessSettings):
         gt=0,
         description="Seconds that a request may wait for its turn; one that would wait longer is refused at once. Set "
         "it to what clients can wait for their first token: those who are let in then have a use for their answers.",
+    )
+    max_priority: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_PRIORITY,
+        description="Levels that the priority of a request counts at most, up or down: a level is a head start of ten "
+        "seconds. By default as many as keep the highest less than --max-queue-wait ahead of the lowest, so that none "
+        "waits in vain.",
     )
     caller_weights: Annotated[dict[str, float], NoDecode] = Field(
         default={},
@@ -138,6 +148,14 @@ class RouterSettings(ProcessSettings):
         if not isinstance(values, Sequence):
             return values
         return [part.strip() for entry in values for part in str(entry).split(",") if part.strip()]
+
+    @property
+    def priority_at_most(self) -> int:
+        """`max_priority`, or the most levels whose head start over as many below zero is under `max_queue_wait`."""
+        if self.max_priority is not None:
+            return self.max_priority
+        levels = math.ceil(self.max_queue_wait / (2 * SECONDS_PER_PRIORITY_LEVEL)) - 1
+        return min(levels, MAX_PRIORITY)
 
     @property
     def connections_at_most(self) -> int:

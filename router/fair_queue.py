@@ -1,19 +1,22 @@
 """Who waits at the gate, and whose turn it is.
 
-    priority   the highest goes first, but one that is passed over rises by a level every SECONDS_PER_LEVEL, until one
-               of its requests has had its turn: lower priorities are slowed down, not starved
+    priority   the highest goes first, but one that is passed over rises by a level every SECONDS_PER_PRIORITY_LEVEL,
+               until one of its requests has had its turn: lower priorities are slowed down, not starved, as long as
+               priorities are less far apart than requests may wait (`--max-priority`)
     caller     of one priority, the caller that holds the fewest permits for its weight goes next, so that those who
                always have something waiting hold permits in proportion to their weights, however much each of them
                queues and however long its requests take; of equals, the one whose last turn is longest ago
     order      of one caller, first come, first served
 
-A queue that is full makes room for a newcomer at the cost of who uses most of it: of the lowest priority that waits,
-the newest request of the caller that has most waiting for its weight.
+A queue that is full makes room for a newcomer at the cost of who uses most of it: the caller that has most waiting for
+its weight, whatever the priorities of its requests, loses the newest one of its own lowest priority. So nobody keeps
+others out of the queue by calling all of its requests urgent.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,11 +43,6 @@ class _Level(Generic[Item]):
 
     since_s: float  # it began to wait, or had its last turn
     waiting: dict[str, dict[int, Waiter[Item]]] = field(default_factory=dict)
-
-    def newest_of_heaviest(self, weight_of: Mapping[str, float]) -> Waiter[Item]:
-        caller = max(self.waiting, key=lambda caller: len(self.waiting[caller]) / weight_of.get(caller, 1.0))
-        places = self.waiting[caller]
-        return places[next(reversed(places))]
 
 
 class FairQueue(Generic[Item]):
@@ -112,18 +110,24 @@ class FairQueue(Generic[Item]):
 
     def push_out(self, newcomer: Waiter[Item]) -> Waiter[Item]:
         """Who leaves a full queue when `newcomer` comes: one that waits, which is taken out, or the newcomer."""
-        lowest = min(self._levels, default=newcomer.priority)
-        if lowest > newcomer.priority or not self._levels:
-            return newcomer
-        level = self._levels[lowest]
-        victim = level.newest_of_heaviest(self._weights)
-        if lowest == newcomer.priority:
-            heaviest = len(level.waiting[victim.caller]) / self._weight(victim.caller)
-            own = (len(level.waiting.get(newcomer.caller, ())) + 1) / self._weight(newcomer.caller)
-            if own >= heaviest:
+        counts = Counter({newcomer.caller: 1})
+        for level in self._levels.values():
+            counts.update({caller: len(places) for caller, places in level.waiting.items()})
+        shares = {caller: count / self._weight(caller) for caller, count in counts.items()}
+        heaviest = max(shares.values())
+        if shares[newcomer.caller] < heaviest:
+            victim = self._last_of(next(caller for caller, share in shares.items() if share == heaviest))
+        else:  # it takes from itself
+            victim = self._last_of(newcomer.caller) if counts[newcomer.caller] > 1 else newcomer
+            if victim.priority >= newcomer.priority:
                 return newcomer
         self.remove(victim)
         return victim
+
+    def _last_of(self, caller: str) -> Waiter[Item]:
+        """The newest request of the lowest priority of a caller that waits."""
+        places = self._levels[min(p for p, level in self._levels.items() if caller in level.waiting)].waiting[caller]
+        return places[next(reversed(places))]
 
     def num_ahead(self, caller: str, priority: int) -> int:
         """How many of those that wait would have their turn before a newcomer."""
@@ -133,11 +137,24 @@ class FairQueue(Generic[Item]):
             if other > priority
             for places in level.waiting.values()
         )
+        return ahead + self._num_ahead_within(caller, priority)
+
+    def longest_wait_s(self, caller: str, priority: int) -> float:
+        """Seconds within which a newcomer has its turn however many of higher priority wait, as its own rises.
+
+        Infinite where nothing of higher priority waits.
+        """
+        levels_above = max(self._levels, default=priority) - priority
+        if levels_above <= 0:
+            return math.inf
+        return SECONDS_PER_PRIORITY_LEVEL * levels_above * (self._num_ahead_within(caller, priority) + 1)
+
+    def _num_ahead_within(self, caller: str, priority: int) -> int:
         level = self._levels.get(priority)
         if level is None:
-            return ahead
+            return 0
         turn = (len(level.waiting.get(caller, ())) + 1) / self._weight(caller)  # of each, while it waits for its own
-        return ahead + sum(
+        return sum(
             len(places) if other == caller else min(len(places), int(turn * self._weight(other)))
             for other, places in level.waiting.items()
         )

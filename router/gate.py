@@ -165,6 +165,7 @@ class Gate:
             self._take(caller)
             return 0.0
         wait_s = self.expected_wait_s(self._queue.num_ahead(caller, priority))
+        wait_s = min(wait_s, self._queue.longest_wait_s(caller, priority))
         if wait_s > self._max_wait_s:
             why = f"a place would take {wait_s:.1f} s, and nobody waits longer than {self._max_wait_s:.1f} s"
             raise _overloaded(why, wait_s - self._max_wait_s)

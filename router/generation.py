@@ -12,13 +12,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.admission import Admission, check_fields, kind_of
 from router.catalog import find_model
 from router.failover import FailoverPolicy, Probation
 from router.flow import Flow
 from router.gate import Gate
+from router.limits import MAX_PRIORITY
 from router.live import LiveRequest, LiveRequests
 from router.outbox import Outbox
 from router.worker_entry import ServedModel
@@ -63,13 +64,16 @@ class Generation:
         live: LiveRequests,
         deadlines: Deadlines,
         policy: FailoverPolicy,
+        max_priority: int = MAX_PRIORITY,
     ) -> None:
+        """`max_priority`: levels that a priority counts at most, up or down, here and at the workers."""
         self._workers = workers
         self._admission = admission
         self._gate = gate
         self._live = live
         self._deadlines = deadlines
         self._policy = policy
+        self._max_priority = max_priority
         self._probation = Probation()
 
     @contextlib.asynccontextmanager
@@ -90,6 +94,7 @@ class Generation:
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
         check_fields(raw, model)
+        raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
         with self._live.register(choose_request_id(raw.request_id, fallback_id, self._live)) as live:
             call = _Call(
                 raw=raw,

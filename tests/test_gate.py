@@ -246,16 +246,53 @@ def test_the_fair_queue_remembers_nothing_of_callers_that_have_gone() -> None:
     assert (len(queue), queue._levels, queue._held, queue._last_turns) == (0, {}, {}, {})
 
 
-def test_a_newcomer_of_low_priority_pushes_nobody_out() -> None:
+def test_within_a_caller_a_newcomer_pushes_out_the_newest_of_lower_priority() -> None:
     queue: FairQueue[int] = FairQueue()
     for priority in (5, 0, 0):
         queue.add(Waiter(caller="many", priority=priority, item=0), now_s=0.0)
-    low = Waiter(caller="other", priority=-1, item=1)
-    assert queue.push_out(low) is low
-    high = Waiter(caller="many", priority=1, item=1)
-    victim = queue.push_out(high)
+    for priority in (0, -1):
+        equal_or_lower = Waiter(caller="many", priority=priority, item=1)
+        assert queue.push_out(equal_or_lower) is equal_or_lower
+    victim = queue.push_out(Waiter(caller="many", priority=1, item=1))
     assert (victim.priority, victim.number) == (0, 3)
     assert len(queue) == 2
+
+
+def test_between_callers_no_priority_keeps_a_place_in_the_queue() -> None:
+    """Whoever fills the queue with urgent requests loses the last of them to a caller that has less of it."""
+    queue: FairQueue[int] = FairQueue({"heavy": 2.0})
+    for caller, count in (("urgent", 4), ("heavy", 6)):
+        for _ in range(count):
+            queue.add(Waiter(caller=caller, priority=100, item=0), now_s=0.0)
+    victims = []
+    for _ in range(3):
+        newcomer = Waiter(caller="other", priority=-100, item=1)
+        victims.append(queue.push_out(newcomer))
+        if victims[-1] is not newcomer:
+            queue.add(newcomer, now_s=0.0)
+    assert [(victim.caller, victim.number) for victim in victims[:2]] == [("urgent", 4), ("urgent", 3)]
+    assert victims[2].caller == "other"  # of two places it has as much as the others for their weights
+    assert len(queue) == 10
+
+
+async def test_gate_lets_those_wait_whose_priority_rises_in_time() -> None:
+    """What is ahead takes 65 seconds; but a level below, the turn comes after ten."""
+    clock = [now()]
+    gate = Gate(max_live=1, max_queued=20, max_wait_s=60.0, clock=lambda: clock[0])
+    async with gate.permit(deadline_s=clock[0] + 500):
+        clock[0] += 5.0
+    log: list[int] = []
+    async with gate.permit(deadline_s=clock[0] + 500):
+        tasks = [asyncio.create_task(_enter(gate, clock[0] + 500, priority=1, log=log)) for _ in range(12)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"a place would take 65\.0 s, and nobody"):
+            await _enter(gate, clock[0] + 500, priority=1 - 7)
+        low = asyncio.create_task(_enter(gate, clock[0] + 500, priority=0, log=log))
+        await asyncio.sleep(0)
+        assert gate.queued == 13
+        clock[0] += SECONDS_PER_PRIORITY_LEVEL + 1
+    await asyncio.gather(*tasks, low)
+    assert log.index(0) == 1  # the first of the others has waited as long
 
 
 # --- how long an answer will take -----------------------------------------------------------------

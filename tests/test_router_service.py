@@ -295,6 +295,17 @@ async def test_turns_are_shared_between_callers_as_the_call_names_them() -> None
         assert [spec.request_id.partition("#")[0] for spec in prefill.specs][:3] == ["held", "one", "many-0"]
 
 
+async def test_priorities_count_no_more_than_the_queue_can_wait_for() -> None:
+    """A level is ten seconds: within the default of 60 s, two up or down; and workers hear of no more."""
+    for flags, counted in (((), 2), (("--max-queue-wait", "20"), 0), (("--max-priority", "7"), 7)):
+        async with serving(*flags) as service:
+            for asked in (100, -100, 1):
+                request = generation_pb2.GenerateRequest(prompt="Hello", priority=asked)
+                await service.generation.Generate(request, timeout=10)
+            told = [spec.priority for spec in service.generators.prefill[0].specs]
+            assert told == [counted, -counted, min(counted, 1)]
+
+
 async def test_two_hundred_calls_fifty_at_a_time() -> None:
     async with serving(prefill=2, decode=2) as service:
         slots = asyncio.Semaphore(50)

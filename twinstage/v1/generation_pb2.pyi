@@ -46,7 +46,9 @@ class GenerateRequest(_message.Message):
     At most 128 printable ASCII characters; may not be in use.
     """
     priority: _builtins.int
-    """Requests of higher priority are served first: a level is worth ten seconds of waiting. Default 0; range -100 to 100."""
+    """Requests of higher priority are served first: a level is worth ten seconds of waiting. Default 0; range -100 to 100.
+    Routers count no more levels than their operators allow: by default two, up or down.
+    """
     cache_salt: _builtins.str
     """Cached beginnings of prompts are shared only with requests of the same salt: one per tenant lets nobody learn from
     response times what others have asked. Default: empty, as of all who give none. At most 128 bytes of UTF-8.
@@ -460,7 +462,9 @@ class ChatRequest(_message.Message):
     request_id: _builtins.str
     """The caller's id for this request. Default: made by the router. At most 128 printable ASCII characters."""
     priority: _builtins.int
-    """Requests of higher priority are served first: a level is worth ten seconds of waiting. Default 0; range -100 to 100."""
+    """Requests of higher priority are served first: a level is worth ten seconds of waiting. Default 0; range -100 to 100.
+    Routers count no more levels than their operators allow: by default two, up or down.
+    """
     chat_template: _builtins.str
     """A Jinja chat template to use instead of the model's. Default: the model's own. Refused unless the server trusts
     its clients with templates.
