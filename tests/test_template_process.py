@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from twinstage.errors import InvalidRequest, Overloaded
+from twinstage.text import template_process
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.chat_template import render_chat
 from twinstage.text.template_process import MAX_PENDING_PER_PROCESS, ProcessLimits, TemplateProcesses
@@ -18,6 +19,7 @@ BUNDLE = TokenizerBundle(tokenizer_json="{}", special_tokens={"bos_token": "<s>"
 LIMITS = ProcessLimits(cpu_s=1, memory_bytes=256 * 1024 * 1024)
 # `range` within a sandbox gives at most 100,000 numbers, so these nest.
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LONG = "{% for a in range(99999) %}twenty characters...{% endfor %}"
 GREEDY = "{% set n = namespace(x='x' * 1000) %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 
 
@@ -59,6 +61,26 @@ async def test_a_render_that_is_given_up_leaves_no_process() -> None:
     with pytest.raises(asyncio.CancelledError):
         await rendering
     assert not children & _children()
+
+
+async def test_a_render_that_is_given_up_ends_while_its_output_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = asyncio.Event()
+
+    async def read_a_byte(process: asyncio.subprocess.Process) -> bytes:
+        assert process.stdout is not None
+        await process.stdout.readexactly(1)
+        has_begun.set()
+        await asyncio.Event().wait()
+        return b""
+
+    monkeypatch.setattr(template_process, "_read_answer", read_a_byte)
+    rendering = asyncio.create_task(TemplateProcesses(limits=ProcessLimits()).render(BUNDLE, _prompt(LONG)))
+    await asyncio.wait_for(has_begun.wait(), 20)
+    await asyncio.sleep(0.2)  # until the buffer is full, so that the pipe is not read any more
+    rendering.cancel()
+    done, _ = await asyncio.wait({rendering}, timeout=5)
+    assert done
+    assert rendering.cancelled()
 
 
 async def _first_children() -> set[str]:

@@ -23,6 +23,7 @@ from twinstage.text.chat_template import MAX_RENDERED_CHARACTERS, Rendering, fin
 
 MAX_PENDING_PER_PROCESS = 32
 _MAX_ANSWER_BYTES = 6 * MAX_RENDERED_CHARACTERS + 4096  # a control character takes 6 in JSON, others up to 4
+_PIECE_BYTES = 1024 * 1024
 _CHILD = "twinstage.text.template_child"
 _CHILD_ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # what Python may need to start, and strftime_now to tell the time
 
@@ -82,11 +83,21 @@ async def _ask_process(task: bytes) -> tuple[int, bytes]:
     )
     try:
         answer, _ = await asyncio.gather(_read_answer(process), _write_task(process, task))
-        return await process.wait(), answer
+        return await _exit_code(process), answer
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+        await _exit_code(process)
+
+
+async def _exit_code(process: Process) -> int:
+    """Wait until it has ended. `Process.wait` also waits for the ends of its pipes, and asyncio reads a pipe on only
+    while somebody takes what has come: so the rest of what it says is taken here.
+    """
+    assert process.stdout is not None
+    while await process.stdout.read(_PIECE_BYTES):
+        pass
+    return await process.wait()
 
 
 async def _write_task(process: Process, task: bytes) -> None:
@@ -103,7 +114,7 @@ async def _read_answer(process: Process) -> bytes:
     """All that the process says, as far as an answer can go; a process that says more is killed."""
     assert process.stdout is not None
     answer = bytearray()
-    while piece := await process.stdout.read(1024 * 1024):
+    while piece := await process.stdout.read(_PIECE_BYTES):
         answer += piece
         if len(answer) > _MAX_ANSWER_BYTES:
             process.kill()
