@@ -1,4 +1,4 @@
-"""`python -m bench`: see `bench/__init__.py`."""
+"""Measures Twinstage and, on the same machine in the same run, the engines that it is compared with."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ class WorkerTable:
         self._watchers: list[tuple[NameWatcher, asyncio.Task[None]]] = []
         self._tokenizers = TokenizerCache()
         self._next_change = asyncio.Event()
+        self._closing = False
         self.prefixes = PrefixMemory()
         self.resets = ResetBook()
 
@@ -116,6 +117,7 @@ class WorkerTable:
 
     async def close(self) -> None:
         """End every connection. Idempotent."""
+        self._closing = True
         tasks = [*self._tasks.values(), *(task for _, task in self._watchers)]
         for task in tasks:
             task.cancel()
@@ -268,7 +270,7 @@ class WorkerTable:
 
     def _log_state(self, entry: WorkerEntry) -> None:
         state = entry.state
-        if state is entry.logged_state:
+        if state is entry.logged_state or self._closing:  # who is left is not lost
             return
         entry.logged_state = state
         worker_id = entry.description.worker_id if entry.description is not None else ""

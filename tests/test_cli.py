@@ -34,6 +34,7 @@ from twinstage.errors import (
     InternalError,
     InvalidRequest,
     ModelError,
+    Unauthenticated,
 )
 from twinstage.types import Task
 
@@ -173,6 +174,29 @@ def test_no_router_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert error.count("\n") == 1
     assert error.startswith("twinstage: no router answers at 127.0.0.1:1")
     assert "twinstage serve" in error
+
+
+def test_a_server_that_does_not_speak_plain_grpc_is_asked_about_tls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang_up(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=hang_up, args=(server,), daemon=True).start()
+        assert run(monkeypatch, "chat", "Hi", "--address", f"127.0.0.1:{server.getsockname()[1]}") == 1
+        server.shutdown(socket.SHUT_RDWR)
+    assert "does it speak TLS?" in capsys.readouterr().err
+
+
+def test_who_sends_no_token_is_told_of_the_flag(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.texts, api.error = (), Unauthenticated("send a token")
+    assert run(monkeypatch, "generate", "Hi", "--address", api.address) == 1
+    assert capsys.readouterr().err == "twinstage: send a token; --token-file FILE sends one\n"
 
 
 def test_wrong_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

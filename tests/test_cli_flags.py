@@ -47,6 +47,17 @@ def test_a_command_takes_the_fields_of_its_groups() -> None:
     assert "Paint WHAT." in run(app, ["--help"]).output
 
 
+def test_help_says_what_to_write_and_not_how_python_calls_it() -> None:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(paint)
+    lines = [line.split() for line in CliRunner().invoke(app, ["--help"]).output.splitlines()]
+    assert [line[:2] for line in lines if line[:1] in (["--width"], ["--name"], ["--colour"])] == [
+        ["--width", "NUMBER"],
+        ["--name", "TEXT"],
+        ["--colour", "TEXT"],
+    ]
+
+
 def test_two_groups_with_the_same_flag_are_refused() -> None:
     def paint(*, sizes: Sizes, clash: Clash) -> None: ...
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from fake_workers import FakeCluster, make_bundle, make_model, until
 from router import discovery
@@ -50,6 +51,16 @@ async def test_workers_are_described_and_ready() -> None:
         assert model.ready
         assert model.tokenizer.bundle == cluster.bundle
         assert (len(model.prefill), len(model.decode)) == (1, 1)
+
+
+async def test_a_table_that_is_closed_loses_nobody() -> None:
+    async with FakeCluster() as cluster:
+        async with table(*cluster.addresses) as workers:
+            for worker in cluster.workers:
+                await until_state(workers, worker.address, WorkerState.READY)
+            with capture_logs() as logs:
+                await workers.close()
+        assert "worker lost" not in {entry["event"] for entry in logs}
 
 
 async def test_model_needs_both_roles_but_an_embedding_model_only_one() -> None:

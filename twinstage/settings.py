@@ -17,6 +17,7 @@ from twinstage.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
+_NO_DEFAULTS = (" (default: None)", " (default: [])", " (default: {})", " (default: )")
 _WORDS_FOR_TYPES = {
     "str": "TEXT",
     "list[str]": "TEXT",
@@ -24,6 +25,7 @@ _WORDS_FOR_TYPES = {
     "float": "NUMBER",
     "Path": "PATH",
     "ByteSize": "BYTES",
+    "dict[str,float]": "NAME=NUMBER",
 }
 
 
@@ -83,7 +85,8 @@ class _HelpForPeople(argparse.RawDescriptionHelpFormatter):
         if isinstance(action.metavar, str):
             action.metavar = _WORDS_FOR_TYPES.get(action.metavar, action.metavar)
         if action.help:
-            action.help = action.help.replace(" (default: None)", "").replace(" (default: [])", "")
+            for shown in _NO_DEFAULTS:
+                action.help = action.help.removesuffix(shown)
         super().add_argument(action)
 
 

@@ -15,7 +15,14 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from typer.models import OptionInfo
+
+# What to write, for people: Python calls it int range and list[str].
+_WORDS_FOR_TYPES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,7 +39,7 @@ def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
             groups[parameter.name] = kind
             parameters += _fields_of(kind)
         else:
-            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(annotation=_in_words(kind), kind=inspect.Parameter.KEYWORD_ONLY))
     names = [parameter.name for parameter in parameters]
     if len(names) != len(set(names)):
         raise TypeError(f"{command.__name__} takes two flags of the same name: {', '.join(sorted(names))}")
@@ -59,5 +66,21 @@ def _fields_of(group: Any) -> Iterator[inspect.Parameter]:
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_in_words(hints[field.name])
         )
+
+
+def _in_words(annotation: Any) -> Any:
+    """The annotation of an option, whose help names its value in a word unless it has one already."""
+    if get_origin(annotation) is not Annotated:
+        return annotation
+    kind, *marks = get_args(annotation)
+    members = {member for member in (get_args(kind) or (kind,)) if member is not NoneType}
+    if len(members) != 1:
+        return annotation
+    member = members.pop()
+    word = _WORDS_FOR_TYPES.get((get_args(member) or (member,))[0])
+    for mark in marks:
+        if isinstance(mark, OptionInfo) and mark.metavar is None:
+            mark.metavar = word
+    return annotation

@@ -13,7 +13,7 @@ from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, 
 from twinstage.cli.bench import bench
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
 from twinstage.cli.flags import takes_flag_groups
-from twinstage.errors import ConfigError, ModelError, TwinstageError
+from twinstage.errors import ConfigError, ModelError, TwinstageError, Unauthenticated
 
 app = typer.Typer(
     name="twinstage",
@@ -52,7 +52,7 @@ def demo(*, engine: EngineFlags) -> None:
 @takes_flag_groups
 def generate(
     *,
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
     flags: AskFlags,
     access: AccessFlags,
 ) -> None:
@@ -66,7 +66,7 @@ def generate(
 @takes_flag_groups
 def chat(
     *,
-    prompt: Annotated[str, typer.Argument(help="Message to answer; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Message to answer; - reads it from standard input.")],
     flags: AskFlags,
     access: AccessFlags,
 ) -> None:
@@ -80,14 +80,14 @@ def chat(
 @takes_flag_groups
 def embed(
     *,
-    texts: Annotated[list[str], typer.Argument(help="Texts to embed.")],
-    access: AccessFlags,
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Texts to embed.")],
     address: Address = DEFAULT_ADDRESS,
     model: ModelName = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
+    access: AccessFlags,
 ) -> None:
-    """Embed TEXTS and print the beginning of each vector; --json prints all numbers."""
+    """Embed each TEXT and print the beginning of each vector; --json prints all numbers."""
     from twinstage.cli import ask
 
     ask.embed(access.client(address), texts, model=model, timeout_s=timeout, as_json=as_json)
@@ -95,7 +95,7 @@ def embed(
 
 @app.command()
 @takes_flag_groups
-def workers(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def workers(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, access: AccessFlags) -> None:
     """List the workers that the router knows, with their load."""
     from twinstage.cli import ask
 
@@ -106,12 +106,12 @@ def workers(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json:
 @takes_flag_groups
 def drain(
     *,
-    worker: Annotated[str, typer.Argument(help="Id of the worker, as `twinstage workers` shows it.")],
-    access: AccessFlags,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker, as `twinstage workers` shows it.")],
     address: Address = DEFAULT_ADDRESS,
     wait: Annotated[bool, typer.Option("--wait", help="Return once nothing is left on the worker.")] = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
+    access: AccessFlags,
 ) -> None:
     """Let a worker finish what it has and take nothing new. Then it can be stopped, and no client notices."""
     from twinstage.cli import ask
@@ -123,10 +123,10 @@ def drain(
 @takes_flag_groups
 def undrain(
     *,
-    worker: Annotated[str, typer.Argument(help="Id of the worker, as `twinstage workers` shows it.")],
-    access: AccessFlags,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker, as `twinstage workers` shows it.")],
     address: Address = DEFAULT_ADDRESS,
     as_json: AsJson = False,
+    access: AccessFlags,
 ) -> None:
     """Let a draining worker take requests again."""
     from twinstage.cli import ask
@@ -138,11 +138,11 @@ def undrain(
 @takes_flag_groups
 def reset_prefix_cache(
     *,
-    access: AccessFlags,
     address: Address = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option("--model", help="Only workers of this model; by default of all.")] = "",
     worker: Annotated[str, typer.Option("--worker", help="Only the worker with this id; by default all.")] = "",
     as_json: AsJson = False,
+    access: AccessFlags,
 ) -> None:
     """Let the workers forget the prompts and answers that they keep for later requests that begin alike."""
     from twinstage.cli import ask
@@ -152,7 +152,7 @@ def reset_prefix_cache(
 
 @app.command()
 @takes_flag_groups
-def models(*, access: AccessFlags, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
+def models(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, access: AccessFlags) -> None:
     """List the models that are served."""
     from twinstage.cli import ask
 
@@ -166,10 +166,10 @@ app.command()(bench)
 @takes_flag_groups
 def health(
     *,
-    access: AccessFlags,
     address: Address = DEFAULT_ADDRESS,
     service: Annotated[str, typer.Option("--service", help="Full name of a gRPC service; default: the server.")] = "",
     timeout: Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds to wait for an answer.")] = 3.0,
+    access: AccessFlags,
 ) -> None:
     """Ask any server of the cluster, router or worker, for its health. Exit code 0: it serves; 1: it does not."""
     from twinstage.cli.health import check
@@ -190,7 +190,8 @@ def main() -> None:
     try:
         app()
     except TwinstageError as error:
-        print(f"twinstage: {' '.join(str(error).split())}", file=sys.stderr)
+        advice = "; --token-file FILE sends one" if isinstance(error, Unauthenticated) else ""
+        print(f"twinstage: {' '.join(str(error).split())}{advice}", file=sys.stderr)
         sys.exit(2 if isinstance(error, (ConfigError, ModelError)) else 1)
 
 

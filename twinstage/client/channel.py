@@ -56,7 +56,9 @@ def error_of(error: grpc.RpcError, address: str, *, began: bool = False) -> Twin
         answer = "the answer is not complete" if began else "the request may have been served"
         return Unavailable(f"the connection to the router at {address} broke off ({details}); {answer}")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return Unavailable(f"no router answers at {address} ({details}); check the address, or run: twinstage serve")
+        speaks_otherwise = "Socket closed" in details  # it took the connection, and not what was said
+        advice = "does it speak TLS?" if speaks_otherwise else "check the address, or run: twinstage serve"
+        return Unavailable(f"no router answers at {address} ({details}); {advice}")
     error_class = _TRANSPORT_ERRORS.get(code, InternalError)
     return error_class(f"{address} answered {code.name}" + (f": {details}" if details else ""))
 
