@@ -215,7 +215,8 @@ class Flow:
         )
         with blaming(prefill.key), started as call:
             if receiver is not None:
-                grant, queue_s = await receiver.granted()
+                async with call.unless_over():  # a worker that is lost while the request waits has not died of it
+                    grant, queue_s = await receiver.granted()
                 self._tally.reserved(queue_s)
                 call.give(grant)
             self._lifecycle.advance(RouterPhase.PREFILLING)

@@ -74,7 +74,7 @@ class Generation:
         self._deadlines = deadlines
         self._policy = policy
         self._max_priority = max_priority
-        self._probation = Probation()
+        self.probation = Probation()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -154,7 +154,7 @@ class Generation:
                 queue_s=queue_s,
                 is_streamed=call.is_streamed,
                 policy=self._policy,
-                probation=self._probation,
+                probation=self.probation,
             )
             await flow.run()
 

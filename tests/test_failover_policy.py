@@ -122,6 +122,29 @@ async def test_suspects_have_their_turn_one_after_the_other_and_not_for_ever(mon
             assert third.is_alone, "its worker died on the other leg"
 
 
+@pytest.mark.parametrize("end", ["killed", "only lost"])
+async def test_who_waits_for_a_grant_is_placed_again_at_once_and_is_no_suspect(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.failover.PROBATION_WAIT_S", 60.0)
+    async with running(prefill=2) as rig:
+        rig.cluster.decode[0].script.stall("reserve")  # it has no blocks for the first attempt
+        call = asyncio.create_task(rig.collect(request(8)))
+        await until(lambda: any(worker.waiting for worker in rig.cluster.prefill), what="a call without its grant")
+        (worker,) = (worker for worker in rig.cluster.prefill if worker.waiting)
+        # Whoever were a suspect would wait for its turn until its deadline.
+        async with rig.generation.probation.trial("fake", Role.PREFILL):
+            if end == "killed":
+                await worker.kill()
+            else:  # as when its load reports stay away
+                life = rig.workers.life(WorkerKey(worker.description.worker_id, worker.description.epoch))
+                await life.connection.close()
+            async with asyncio.timeout(10):
+                answer = await call
+        assert answer.text == expected_text(rig.cluster, 8)
+        assert answer.summary.placement.retries == 1
+
+
 async def test_a_failure_of_the_model_is_no_death() -> None:
     async with running(prefill=2, decode=1) as rig:
         for worker in rig.cluster.prefill:

@@ -25,17 +25,16 @@ from twinstage.rpc.access import OPEN_ACCESS, Access
 from twinstage.rpc.convert_worker import (
     kv_grant_to_proto,
     sequence_spec_to_proto,
-    token_chunk_from_proto,
     worker_description_from_proto,
     worker_load_from_proto,
 )
 from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, Reservation, SequenceTotals
+from twinstage.rpc.prefill_call import FirstTokenEvent, HandedOverEvent, PrefillCall
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.status import error_from_rpc
 from twinstage.types import (
     KvGrant,
     SequenceSpec,
-    TokenChunk,
     WorkerDescription,
     WorkerLoad,
 )
@@ -67,25 +66,6 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokenEvent:
-    """The first token of an attempt; `chunk.finish` is set when it is also the last."""
-
-    chunk: TokenChunk
-    queue_s: float
-    prefill_s: float
-    cached_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOverEvent:
-    """The decode worker has acknowledged the KV blocks."""
-
-    transport: str
-    kv_bytes: int
-    transfer_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +209,7 @@ class WorkerConnection:
         with self.translated():
             call = self._prefill.Prefill(_until_none(outgoing), timeout=timeout_s)
         try:
-            yield PrefillCall(self, call, outgoing)
+            yield PrefillCall(call, outgoing, address=self.address, translated=self.translated)
         finally:
             call.cancel()
             outgoing.put_nowait(None)  # a call that has ended already does not end the task that sends its requests
@@ -253,45 +233,3 @@ async def _until_none(outgoing: asyncio.Queue[Message | None]) -> AsyncIterator[
     """What is put into the queue. To say that nothing follows would be one more send, so that waits for the end."""
     while (message := await outgoing.get()) is not None:
         yield message
-
-
-class PrefillCall:
-    """One prompt on a prefill worker: `give` the grant if it follows, await `first_token`, then `handed_over`."""
-
-    def __init__(
-        self,
-        connection: WorkerConnection,
-        call: grpc.aio.StreamStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
-        outgoing: asyncio.Queue[worker_pb2.PrefillRequest | None],
-    ) -> None:
-        self._connection = connection
-        self._call = call
-        self._outgoing = outgoing
-
-    def give(self, grant: KvGrant) -> None:
-        """The grant of a call that was started without: the worker begins."""
-        self._outgoing.put_nowait(worker_pb2.PrefillRequest(grant=kv_grant_to_proto(grant)))
-
-    async def _read(self, event: str) -> worker_pb2.PrefillResponse:
-        with self._connection.translated():
-            message = await self._call.read()
-        if not isinstance(message, worker_pb2.PrefillResponse):
-            raise WorkerLost(f"the worker at {self._connection.address} ended a prefill without its {event}")
-        if message.WhichOneof("event") != event:
-            raise InternalError(f"the prefill worker sent {message.WhichOneof('event')} in the place of {event}")
-        return message
-
-    async def first_token(self) -> FirstTokenEvent:
-        event = (await self._read("first_token")).first_token
-        with self._connection.translated():
-            chunk = token_chunk_from_proto(event.chunk)
-        return FirstTokenEvent(
-            chunk=chunk,
-            queue_s=event.queue_us / 1e6,
-            prefill_s=event.prefill_us / 1e6,
-            cached_prompt_tokens=event.cached_prompt_tokens,
-        )
-
-    async def handed_over(self) -> HandedOverEvent:
-        event = (await self._read("handed_over")).handed_over
-        return HandedOverEvent(transport=event.transport, kv_bytes=event.kv_bytes, transfer_s=event.transfer_us / 1e6)
