@@ -55,6 +55,8 @@ class Router:
         self._sources = settings.sources()
         self._credentials = credentials_of_process(settings)
         self._executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
+        # Of their own: a call to embed brings thousands of texts, for which no prompt shall wait.
+        self._embedding_executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize-inputs")
         self._text_threads = TextThreads(settings.tokenizer_threads)
         self._health = HealthService(SERVICE_NAMES)
         self._live = LiveRequests()
@@ -109,7 +111,7 @@ class Router:
         )
         embedding = Embedding(
             workers=self.workers,
-            executor=self._executor,
+            executor=self._embedding_executor,
             gate=embedding_gate,
             live=self._live,
             deadlines=deadlines,
@@ -166,6 +168,7 @@ class Router:
         await self._server.stop(None)
         await self.workers.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._embedding_executor.shutdown(wait=False, cancel_futures=True)
         self._text_threads.close()
 
     async def _drain(self) -> None:

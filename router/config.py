@@ -93,7 +93,11 @@ class RouterSettings(ProcessSettings):
         ge=2,
         description="Workers that may be lost while they compute for a request; one that takes so many is refused.",
     )
-    tokenizer_threads: int = Field(default=2, ge=1, description="Threads that tokenize and render prompts.")
+    tokenizer_threads: int = Field(
+        default=2,
+        ge=1,
+        description="Threads for prompts, to tokenize and render; as many others are for inputs to embed.",
+    )
     max_message_bytes: int = Field(
         default=4 * 1024 * 1024,
         ge=1024,

@@ -76,6 +76,12 @@ def _admit_input(
         return [], "", "is required: give text or token_ids"
     limit = input_limit(model)
     cut_to = limit if truncation.to_model_limit else truncation.tokens
+    if isinstance(entry, TextPrompt):
+        if cut_to is not None:
+            entry = _shortened(entry, cut_to, keep_last=truncation.keep_last, tokenizer=model.tokenizer)
+        elif len(entry.text) > limit * model.tokenizer.longest_token_characters:
+            size = f"has {len(entry.text)} characters, more than the model's limit of {limit} tokens can hold"
+            return [], ".text", f"{size}; shorten it or set truncation"
     if isinstance(entry, TokenPrompt):
         path, error = ".token_ids.ids", _wrong_ids(entry, model)
         token_ids = list(entry.token_ids)
@@ -98,6 +104,17 @@ def _wrong_ids(entry: TokenPrompt, model: ServedModel) -> str:
     if max(entry.token_ids) >= vocab_size:
         return f"each id must be below the vocabulary's size {vocab_size}, one is {max(entry.token_ids)}"
     return ""
+
+
+def _shortened(entry: TextPrompt, max_tokens: int, *, keep_last: bool, tokenizer: TextTokenizer) -> TextPrompt:
+    """So much of the text as gives more than `max_tokens` tokens: to tokenize the rest takes long, for nothing.
+
+    One token more than is kept, as the one at which the text is cut may be another than in the whole text.
+    """
+    num_characters = (max_tokens + 1) * tokenizer.longest_token_characters
+    if len(entry.text) <= num_characters:
+        return entry
+    return TextPrompt(text=entry.text[-num_characters:] if keep_last else entry.text[:num_characters])
 
 
 def _cut(

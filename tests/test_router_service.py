@@ -24,11 +24,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fake_workers import FakeCluster, make_bundle, make_model, make_vector, until
 from router.__main__ import Router
 from router.config import RouterSettings
+from router.embedding_admission import AdmittedInput, admit_inputs
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
 from router.service.generation import convert_answer
+from router.worker_entry import ServedModel
 from twinstage.errors import ComputeFailed, ConfigError, Unavailable
 from twinstage.settings import read_settings
-from twinstage.types import ProducedToken, Task, TokenAlternative, TokenLogprobs, WorkerLoad
+from twinstage.text.tokenizer import TextTokenizer
+from twinstage.types import ProducedToken, RawEncodeRequest, Task, TokenAlternative, TokenLogprobs, WorkerLoad
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -382,6 +385,54 @@ async def test_encode_takes_text_and_token_ids_and_refuses_what_is_too_long() ->
         error = await failing(service.embedding.Encode(embedding_pb2.EncodeRequest(inputs=inputs), timeout=10))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert details(error)["BadRequest"].field_violations[0].field == "inputs[2].text"
+
+
+async def test_a_text_to_embed_is_tokenized_only_as_far_as_the_model_could_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 64 characters at most, the longest token of this tokenizer, one more is looked at than the model takes."""
+    tokenized: list[int] = []
+    encode = TextTokenizer.encode
+
+    def counting(self: TextTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenized.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(TextTokenizer, "encode", counting)
+    text = "ab" * 50_000 + "yz"
+    async with serving() as service:
+        error = await failing(service.embedding.Embed(embedding_pb2.EmbedRequest(texts=["a", text]), timeout=10))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        (violation,) = details(error)["BadRequest"].field_violations
+        assert violation.field == "texts[1]"
+        assert "100002 characters, more than the model's limit of 12 tokens can hold" in violation.description
+        sides = {embedding_pb2.TRUNCATION_SIDE_RIGHT: "ab" * 6, embedding_pb2.TRUNCATION_SIDE_LEFT: "ab" * 5 + "yz"}
+        for side, kept in sides.items():
+            cut = embedding_pb2.Truncation(tokens=MAX_INPUT_TOKENS, side=side)
+            response = await service.embedding.Embed(
+                embedding_pb2.EmbedRequest(texts=[text], truncation=cut, normalize=False), timeout=10
+            )
+            assert list(response.embeddings[0].values) == vector_of(kept, normalize=False)
+    assert max(tokenized) <= (MAX_INPUT_TOKENS + 1) * 64
+
+
+async def test_prompts_do_not_wait_for_texts_to_embed(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slowly(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInput]:
+        begun.set()
+        go_on.wait(20)
+        return admit_inputs(raw, model)
+
+    monkeypatch.setattr("router.embedding.admit_inputs", slowly)
+    async with serving("--tokenizer-threads", "1") as service:
+        embedding = service.embedding.Embed(embedding_pb2.EmbedRequest(texts=["abc"]), timeout=30)
+        try:
+            await until(begun.is_set, what="the text is being tokenized")
+            await service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=10)
+        finally:
+            go_on.set()
+        await embedding
 
 
 async def test_failed_batch_is_retried_on_another_worker() -> None:
