@@ -192,7 +192,7 @@ def test_c2_aborted_transfers_leak_nothing(service: Service, reference: LLM) -> 
 
 def test_c11_cancelled_prompts_do_not_hold_up_the_next_one(service: Service) -> None:
     """Ten long prompts are cancelled after 100 ms; a short one then waits for none of what they had left to do."""
-    long = [request_of(480, max_tokens=1, number=number) for number in range(10)]
+    long = [request_of(POOL_BLOCKS * CHUNK - 1, max_tokens=1, number=number) for number in range(10)]
     short = request_of(CHUNK, max_tokens=1)
     idle_s = min(_time_of(service, short) for _ in range(3))
     started_s = time.monotonic()

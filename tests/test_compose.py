@@ -15,7 +15,7 @@ import pytest
 from harness import ROOT, free_port, wait_until
 from twinstage.v1 import admin_pb2, admin_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
-pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("docker"), pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("docker"), pytest.mark.timeout(900)]
 
 
 def _engine_version() -> str:
@@ -68,7 +68,7 @@ class Compose:
             for wheel in wheels:
                 shutil.copy(wheel, directory / "deploy" / "wheels")
 
-    def run(self, *arguments: str, timeout_s: float = 500.0) -> str:
+    def run(self, *arguments: str, timeout_s: float = 600.0) -> str:
         command = ["docker", "compose", *self._files, *arguments]
         result = subprocess.run(
             command,
@@ -99,7 +99,7 @@ def compose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
     compose = Compose(directory)
     try:
         compose.run("build", "router")
-        compose.run("up", "--detach", "--wait", "--wait-timeout", "240")
+        compose.run("up", "--detach", "--wait", "--wait-timeout", "480")
         yield compose
     except AssertionError:
         print(compose.run("logs", "--no-color", "--tail", "100"))
@@ -129,7 +129,7 @@ def test_it_answers_over_tcp(compose: Compose) -> None:
 
 @needs_engine
 def test_it_scales_and_the_router_finds_and_uses_the_replicas(compose: Compose) -> None:
-    compose.run("up", "--detach", "--wait", "--wait-timeout", "240", "--no-recreate", "--scale", "decode_worker=2")
+    compose.run("up", "--detach", "--wait", "--wait-timeout", "480", "--no-recreate", "--scale", "decode_worker=2")
     wait_until(lambda: len(compose.ready(admin_pb2.WORKER_ROLE_DECODE)) == 2, timeout_s=60, what="two decode workers")
     used = set()
     with grpc.insecure_channel(f"127.0.0.1:{compose.port}") as channel:

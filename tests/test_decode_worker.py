@@ -1069,7 +1069,7 @@ async def test_a_session_is_not_waited_for_without_end(monkeypatch: pytest.Monke
         loading.set(bench.worker)
         async with asyncio.timeout(5):
             with pytest.raises(DeadlineExceeded, match="not opened"):
-                await anext(DecodeServicer(loading).Session(silent(), None))
+                await anext(DecodeServicer(loading, lease_s=10.0).Session(silent(), None))
 
 
 def _reserve_message(spec: SequenceSpec) -> worker_pb2.SessionRequest:
@@ -1095,7 +1095,7 @@ async def _spoken_session(
 
     loading: Loading[DecodeWorker] = Loading()
     loading.set(bench.worker)
-    async with aclosing(DecodeServicer(loading).Session(requests(), None)) as heard, asyncio.timeout(10):  # type: ignore[type-var]
+    async with aclosing(DecodeServicer(loading, lease_s=10.0).Session(requests(), None)) as heard, asyncio.timeout(10):  # type: ignore[type-var]
         assert (await anext(heard)).HasField("opened")
         yield says, heard
 
@@ -1105,6 +1105,8 @@ async def test_an_abort_right_behind_a_reservation_leaves_nothing_and_the_next_o
         for message in (_reserve_message(_spec()), _abort_message(_spec()), _reserve_message(_spec(request_id="next"))):
             says.put_nowait(message)
         granted = (await anext(heard)).grant
+        if granted.request_id == "r":  # it crossed the abort
+            granted = (await anext(heard)).grant
         assert (granted.request_id, len(granted.grant.block_ids)) == ("next", 3)
         assert await bench.free_blocks() == NUM_BLOCKS - 3
         says.put_nowait(_abort_message(_spec(request_id="next")))

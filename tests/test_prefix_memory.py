@@ -139,7 +139,7 @@ def test_a_decode_worker_may_have_one_sequence_more_if_it_holds_most_of_the_prom
 
 
 def test_room_comes_before_what_is_held() -> None:
-    full, empty = Candidate(key=key("d1"), free_blocks=3, total_blocks=100, block_size=16), candidates("d")[0]
+    full, empty = Candidate(key=key("d1"), free_blocks=2, total_blocks=100, block_size=16), candidates("d")[0]
     demand = Demand(num_tokens=1000, held_tokens={key("d1"): 960})
     pair = place(demand, Snapshot(prefill=candidates("p"), decode=(empty, full)))
     assert isinstance(pair, Pair)

@@ -47,13 +47,15 @@ def stopped_by_signals(cluster: Cluster) -> Iterator[Interruption]:
     thread = Thread(target=act, args=(receiving,), name="signals", daemon=True)
     thread.start()
     with receiving:
-        with sending:
-            previous_fd = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
-            previous = {number: signal.signal(number, lambda *_: None) for number in _STOPPING}
-            try:
-                yield interruption
-            finally:
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
-                signal.set_wakeup_fd(previous_fd)
-        thread.join()  # it ends with the sending end
+        try:
+            with sending:
+                previous_fd = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+                previous = {number: signal.signal(number, lambda *_: None) for number in _STOPPING}
+                try:
+                    yield interruption
+                finally:
+                    for number, handler in previous.items():
+                        signal.signal(number, handler)
+                    signal.set_wakeup_fd(previous_fd)
+        finally:
+            thread.join()  # it ends with the sending end, and not before it may the receiving one be closed
