@@ -6,7 +6,8 @@
 
 A request that is there when a worker dies may be the reason for it, and so may be everyone else who was there. All of
 them become suspects and are tried again, but one after the other, until each has come past the point at which its
-worker died: an innocent one needs a prefill and a token for that. When a worker dies of a suspect that was alone, and
+worker died: an innocent one needs a prefill and a token for that. A turn begins when everything is there that the
+prefill needs, so nobody keeps others waiting while it waits itself. When a worker dies of a suspect that was alone, and
 it is not its first one of that role, the request is poison. It is refused, and nobody else is. A death is a connection
 that ended or a worker that fell silent; a router cannot tell a network's failure from it, which is why one is no proof.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from router.attempt import AttemptFailed
@@ -45,13 +46,37 @@ class FailoverPolicy:
 
 
 @dataclass(slots=True, eq=False)
+class _Turns:
+    """Of the suspects of one model. `computing`: those that compute, in their turn or tired of waiting for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    computing: set[Trial] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class Trial:
-    """One attempt, while it lasts. `is_alone`: no other suspect computes meanwhile."""
+    """One attempt, while it lasts. `is_alone`: no other suspect has computed since its turn began."""
 
     suspected_on: Role | None  # where the last worker died; None: nowhere yet
+    _turns: _Turns
     is_alone: bool = False
+    is_waiting: bool = False  # for its turn, or failed while it was
     exposed: set[WorkerKey] = field(default_factory=set)  # workers that compute for the request now
-    _turn: asyncio.Lock | None = None
+    _has_lock: bool = False
+
+    async def turn(self) -> None:
+        """Wait before a worker computes for a suspect: for its turn, but not longer than PROBATION_WAIT_S."""
+        if self.suspected_on is None:
+            return
+        self.is_waiting = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBATION_WAIT_S):
+                self._has_lock = await self._turns.lock.acquire()
+        self.is_waiting = False
+        self.is_alone = not self._turns.computing
+        for companion in self._turns.computing:  # from now on neither of them is the one that a worker must die of
+            companion.is_alone = False
+        self._turns.computing.add(self)
 
     def computing(self, worker: WorkerKey) -> None:
         """From now on the request may be what kills `worker`."""
@@ -69,27 +94,22 @@ class Trial:
     def end(self) -> None:
         """Let the next suspect have its turn. Idempotent."""
         self.is_alone = False
-        if self._turn is not None:
-            self._turn.release()
-            self._turn = None
+        self._turns.computing.discard(self)
+        if self._has_lock:
+            self._has_lock = False
+            self._turns.lock.release()
 
 
 class Probation:
     """The turns of suspects, for each model by its name. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns: dict[str, _Turns] = {}
 
-    @contextlib.asynccontextmanager
-    async def trial(self, model: str, suspected_on: Role | None) -> AsyncIterator[Trial]:
-        """The scope of an attempt. A suspect waits for its turn, but not longer than PROBATION_WAIT_S."""
-        trial = Trial(suspected_on)
-        if suspected_on is not None:
-            turn = self._turns.setdefault(model, asyncio.Lock())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROBATION_WAIT_S):
-                    await turn.acquire()
-                trial.is_alone, trial._turn = True, turn
+    @contextlib.contextmanager
+    def trial(self, model: str, suspected_on: Role | None) -> Iterator[Trial]:
+        """The scope of an attempt. It awaits its `turn` before a worker computes for it."""
+        trial = Trial(suspected_on, self._turns.setdefault(model, _Turns()))
         try:
             yield trial
         finally:
@@ -112,12 +132,14 @@ class Attempts:
 
     def failed(self, failed: AttemptFailed, trial: Trial, *, decode: WorkerKey | None, tokens: int) -> None:
         """Take note of a failure. Raises PoisonedRequest when this death is the request's own doing."""
-        self.failures += 1
+        is_lost = isinstance(failed.error, WorkerLost)
+        # Who only waited for its turn, and lost its worker to the suspect that had it, has not been tried.
+        self.failures += not (trial.is_waiting and is_lost)
         self.error = failed.error
         self.excluded |= failed.workers if failed.is_final else frozenset()
         self.avoided |= failed.workers
         logger.warning("attempt failed", error=str(self.error), reason=self.error.reason, tokens=tokens)
-        died = failed.workers & trial.exposed if isinstance(failed.error, WorkerLost) else frozenset()
+        died = failed.workers & trial.exposed if is_lost else frozenset()
         if not died:
             return
         self.suspected_on = Role.DECODE if decode in died else Role.PREFILL

@@ -121,7 +121,7 @@ class Flow:
     async def _attempt_until_done(self) -> Finish:
         attempts = self._attempts
         while not attempts.are_over:
-            async with self._probation.trial(self._model.name, attempts.suspected_on) as trial:
+            with self._probation.trial(self._model.name, attempts.suspected_on) as trial:
                 turn = next(_turns)
                 pair = await self._placed(turn)
                 try:
@@ -209,14 +209,18 @@ class Flow:
     ) -> Finish | None:
         """The first token, and the hand-over to `receiver`. None when the generation goes on there."""
         sequence = self._sequence
-        # The call is set up while the decode worker reserves; it is the grant that starts the prefill.
+        # The call is set up while the decode worker reserves; it is the grant that starts the prefill, or the
+        # call itself when none is needed.
         started = prefill.connection.prefill(
             spec, None, timeout_s=self._remaining_s, grant_follows=receiver is not None
         )
+        if receiver is None:
+            await trial.turn()
         with blaming(prefill.key), started as call:
             if receiver is not None:
                 async with call.unless_over():  # a worker that is lost while the request waits has not died of it
                     grant, queue_s = await receiver.granted()
+                    await unless_broken(trial.turn(), receiver)
                 self._tally.reserved(queue_s)
                 call.give(grant)
             self._lifecycle.advance(RouterPhase.PREFILLING)

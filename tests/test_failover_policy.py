@@ -51,7 +51,8 @@ async def poisonable(rig: Rig, role: Role) -> AsyncIterator[None]:
     """Workers of a role that compute slowly enough to be killed, and die of the poison."""
     workers = rig.cluster.prefill if role is Role.PREFILL else rig.cluster.decode
     for worker in workers:
-        worker.script.slow("first_token" if role is Role.PREFILL else "decode", seconds=0.1)
+        phase, seconds = ("first_token", 0.25) if role is Role.PREFILL else ("decode", 0.1)
+        worker.script.slow(phase, seconds=seconds)
     watchers = [asyncio.create_task(dying_of_poison(worker)) for worker in workers]
     try:
         yield
@@ -84,14 +85,16 @@ async def test_an_innocent_request_may_see_as_many_deaths_as_a_poison_in_company
     worker, other = WorkerKey(WorkerId("a"), 1), WorkerKey(WorkerId("b"), 1)
     attempts, probation = Attempts(FailoverPolicy(), request_id=RequestId("r")), Probation()
     for key, progresses in ((worker, False), (other, True)):
-        async with probation.trial("model", attempts.suspected_on) as trial:
+        with probation.trial("model", attempts.suspected_on) as trial:
+            await trial.turn()
             trial.computing(key)
             if progresses:
                 trial.progressed(Role.DECODE)
             failure = AttemptFailed(WorkerLost("gone"), frozenset({key}))
             attempts.failed(failure, trial, decode=key, tokens=3)
     assert attempts.failures == 2
-    async with probation.trial("model", attempts.suspected_on) as trial:
+    with probation.trial("model", attempts.suspected_on) as trial:
+        await trial.turn()
         trial.computing(worker)
         with pytest.raises(PoisonedRequest):
             attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({worker})), trial, decode=worker, tokens=3)
@@ -101,25 +104,78 @@ async def test_a_death_on_each_leg_is_an_accident_twice() -> None:
     prefill, decode = WorkerKey(WorkerId("p"), 1), WorkerKey(WorkerId("d"), 1)
     attempts, probation = Attempts(FailoverPolicy(), request_id=RequestId("r")), Probation()
     for key in (prefill, decode):
-        async with probation.trial("model", attempts.suspected_on) as trial:
+        with probation.trial("model", attempts.suspected_on) as trial:
+            await trial.turn()
             trial.computing(key)
             attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({key})), trial, decode=decode, tokens=3)
             assert trial.is_alone == (key is decode)
 
 
-async def test_suspects_have_their_turn_one_after_the_other_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspects_have_their_turn_one_after_the_other() -> None:
+    probation = Probation()
+    with probation.trial("model", Role.PREFILL) as first, probation.trial("model", Role.DECODE) as second:
+        await first.turn()
+        assert first.is_alone
+        with probation.trial("another", Role.PREFILL) as elsewhere, probation.trial("model", None) as fresh:
+            await asyncio.gather(elsewhere.turn(), fresh.turn())
+            assert (elsewhere.is_alone, fresh.is_alone) == (True, False)
+        waiting = asyncio.create_task(second.turn())
+        await asyncio.sleep(0.05)
+        assert first.is_alone
+        assert not waiting.done()
+        first.progressed(Role.PREFILL)
+        await waiting
+        second.progressed(Role.PREFILL)
+        assert second.is_alone, "its worker died on the other leg"
+
+
+async def test_a_suspect_that_goes_on_beside_another_takes_the_proof_from_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.failover.PROBATION_WAIT_S", 0.1)
     probation = Probation()
-    async with probation.trial("model", Role.PREFILL) as first:
-        assert first.is_alone
-        async with probation.trial("another", Role.PREFILL) as elsewhere, probation.trial("model", None) as fresh:
-            assert (elsewhere.is_alone, fresh.is_alone) == (True, False)
-        async with probation.trial("model", Role.DECODE) as second:
-            assert not second.is_alone, "it has waited long enough"
-        first.progressed(Role.PREFILL)
-        async with probation.trial("model", Role.DECODE) as third:
-            third.progressed(Role.PREFILL)
-            assert third.is_alone, "its worker died on the other leg"
+    with contextlib.ExitStack() as stack:
+        holder, impatient, third, last = (stack.enter_context(probation.trial("m", Role.PREFILL)) for _ in range(4))
+        await holder.turn()
+        assert holder.is_alone
+        await impatient.turn()
+        assert not impatient.is_alone, "it has waited long enough"
+        assert not holder.is_alone, "its worker may die of the other one"
+        holder.end()
+        await third.turn()
+        assert not third.is_alone, "the turn is its own, but the impatient one still computes"
+        impatient.end()
+        third.end()
+        await last.turn()
+        assert last.is_alone
+
+
+async def test_a_suspect_needs_its_turn_only_when_it_has_its_grant_and_to_wait_for_it_is_no_attempt() -> None:
+    policy = FailoverPolicy(max_attempts=2, worker_wait_s=5.0)
+    async with running(prefill=3, policy=policy) as rig:
+        decode, probation = rig.cluster.decode[0], rig.generation.probation
+        for worker in rig.cluster.prefill:
+            worker.script.stall("first_token")
+        call = asyncio.create_task(rig.collect(request(8)))
+        await until(lambda: _holding(rig, "running"), what="a prefill")
+        go_on = decode.script.stall("reserve")
+        await _holding(rig, "running")[0].kill()
+        await until(lambda: _holding(rig, "waiting"), what="a suspect without its grant")
+        with probation.trial("fake", Role.PREFILL) as other:
+            async with asyncio.timeout(2):
+                await other.turn()
+            assert other.is_alone
+            go_on.set()
+            await until(lambda: decode.reservations, what="a grant")
+            await asyncio.sleep(0.1)
+            (worker,) = _holding(rig, "waiting")  # for its turn, now
+            await worker.kill()
+            await until(lambda: _holding(rig, "waiting") not in ([], [worker]), what="the suspect elsewhere")
+            for worker in rig.cluster.prefill:
+                worker.script = type(worker.script)()
+        assert (await call).text == expected_text(rig.cluster, 8)
+
+
+def _holding(rig: Rig, what: str) -> list[FakePrefill]:
+    return [worker for worker in rig.cluster.prefill if getattr(worker, what)]
 
 
 @pytest.mark.parametrize("end", ["killed", "only lost"])
@@ -133,7 +189,8 @@ async def test_who_waits_for_a_grant_is_placed_again_at_once_and_is_no_suspect(
         await until(lambda: any(worker.waiting for worker in rig.cluster.prefill), what="a call without its grant")
         (worker,) = (worker for worker in rig.cluster.prefill if worker.waiting)
         # Whoever were a suspect would wait for its turn until its deadline.
-        async with rig.generation.probation.trial("fake", Role.PREFILL):
+        with rig.generation.probation.trial("fake", Role.PREFILL) as other:
+            await other.turn()
             if end == "killed":
                 await worker.kill()
             else:  # as when its load reports stay away
