@@ -61,7 +61,7 @@ class RouterSettings(ProcessSettings):
         default={},
         description="Share of a caller beside others when requests wait, as NAME=WEIGHT; 1 for those that are not "
         "named. Repeat the flag, or separate by commas. Who calls is said by the token, else by the metadata x-caller, "
-        "else by the host.",
+        "else by the host's address.",
     )
     default_timeout: float = Field(
         default=600.0, gt=0, description="Seconds that a request may take whose client sets no deadline."

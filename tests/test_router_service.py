@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from router.__main__ import Router
 from router.config import RouterSettings
 from router.embedding_admission import AdmittedInput, admit_inputs
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE
+from router.service.context import caller_of, host_of
 from router.service.generation import convert_answer
 from router.worker_entry import ServedModel
 from twinstage.errors import ComputeFailed, ConfigError, Unavailable
@@ -296,6 +299,45 @@ async def test_turns_are_shared_between_callers_as_the_call_names_them() -> None
         go_on.set()
         await asyncio.gather(*calls[:12], calls[13])
         assert [spec.request_id.partition("#")[0] for spec in prefill.specs][:3] == ["held", "one", "many-0"]
+
+
+async def _caller_at(address: str, target: str) -> str:
+    """Who a real server takes a client of `target` for."""
+    seen: list[str] = []
+
+    async def handle(request: bytes, context: Any) -> bytes:
+        seen.append(caller_of(context))
+        return b""
+
+    server = grpc.aio.server()
+    handlers = {"Call": grpc.unary_unary_rpc_method_handler(handle)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(target.replace("PORT", str(port))) as channel:
+            await channel.unary_unary("/test.Service/Call")(b"", timeout=10)
+    finally:
+        await server.stop(None)
+    return seen[0]
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+async def test_a_caller_without_a_name_goes_by_the_address_of_its_host(tmp_path: Path) -> None:
+    assert await _caller_at("127.0.0.1:0", "127.0.0.1:PORT") == "127.0.0.1"
+    if _has_ipv6():
+        assert await _caller_at("[::1]:0", "[::1]:PORT") == "::1"
+    path = f"unix:{tmp_path}/socket"
+    assert (await _caller_at(path, path)).startswith("unix:")
+    assert host_of("ipv6:%5B2001:db8::7%5D:54321") == "2001:db8::7"
 
 
 async def test_priorities_count_no_more_than_the_queue_can_wait_for() -> None:
