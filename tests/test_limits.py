@@ -19,7 +19,15 @@ from router import limits
 from test_router_service import details, failing, serving
 from twinstage.rpc.server import MAX_METADATA_BYTES
 from twinstage.transfer.shm import PrivateSocket
-from twinstage.v1 import embedding_pb2, generation_pb2
+from twinstage.v1 import (
+    admin_pb2,
+    embedding_pb2,
+    generation_pb2,
+    model_pb2,
+    model_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 
 HELLO: dict[str, Any] = {"prompt": "Hello"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -79,6 +87,32 @@ async def test_each_limit_of_a_request_is_named() -> None:
             assert list(violations) == [field]
             assert str(limit) in violations[field], violations
             assert f"{limit:,}" in documented, field
+
+
+async def test_the_name_of_a_model_is_limited_in_every_call() -> None:
+    name = "m" * (limits.MAX_NAME_CHARACTERS + 1)
+    async with serving("--trust-request-chat-template") as service:
+        tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(service.channel)
+        models = model_pb2_grpc.ModelServiceStub(service.channel)
+        calls: list[tuple[Any, Any, str]] = [
+            (service.generation.Generate, generation_pb2.GenerateRequest(model=name), "model"),
+            (service.generation.Chat, generation_pb2.ChatRequest(model=name), "model"),
+            (service.embedding.Encode, embedding_pb2.EncodeRequest(model=name), "model"),
+            (service.embedding.Embed, embedding_pb2.EmbedRequest(model=name), "model"),
+            (tokenizer.Tokenize, tokenizer_pb2.TokenizeRequest(model=name), "model"),
+            (tokenizer.Detokenize, tokenizer_pb2.DetokenizeRequest(model=name), "model"),
+            (tokenizer.RenderChat, tokenizer_pb2.RenderChatRequest(model=name), "model"),
+            (models.GetModel, model_pb2.GetModelRequest(name=name), "name"),
+            (service.admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest(model=name), "model"),
+        ]
+        for method, request, field in calls:
+            error = await failing(method(request, timeout=10))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, type(request)
+            assert [v.field for v in details(error)["BadRequest"].field_violations] == [field]
+        requests = iter([embedding_pb2.EncodeStreamRequest(model=name)])
+        (item,) = [item async for item in service.embedding.EncodeStream(requests, timeout=10)]
+        assert item.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert "at most 256 characters" in item.error.message
 
 
 def _message(fields: dict[str, Any], message: Any) -> Any:

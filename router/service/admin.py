@@ -10,6 +10,7 @@ from router.cache_reset import reset_prefix_caches
 from router.drain import drain_worker, undrain_worker
 from router.gate import Gate
 from router.live import LiveRequests
+from router.service.door import check_model_name
 from router.worker_entry import WorkerEntry
 from router.workers import WorkerTable
 from twinstage.errors import FieldViolation, InvalidRequest
@@ -55,6 +56,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(  # noqa: N802
         self, request: admin_pb2.ResetPrefixCacheRequest, context: Any
     ) -> admin_pb2.ResetPrefixCacheResponse:
+        check_model_name(request.model)
         told = await reset_prefix_caches(self._workers, model=request.model, worker_id=request.worker_id)
         return admin_pb2.ResetPrefixCacheResponse(
             workers=[

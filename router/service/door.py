@@ -56,6 +56,7 @@ class Door:
     def check_render(self, request: tokenizer_pb2.RenderChatRequest) -> None:
         """Raises InvalidRequest."""
         violations = Violations()
+        _check_model(violations, request)
         self._check_conversation(violations, request)
         violations.raise_any()
 
@@ -77,6 +78,7 @@ class Door:
 def check_encode(request: embedding_pb2.EncodeRequest) -> None:
     """Raises InvalidRequest."""
     violations = Violations()
+    _check_model(violations, request)
     _check_count(violations, "inputs", request.inputs, MAX_INPUTS)
     for index, entry in enumerate(request.inputs[:MAX_INPUTS]):
         _check_count(violations, f"inputs[{index}].token_ids.ids", entry.token_ids.ids, MAX_TOKEN_IDS)
@@ -86,6 +88,7 @@ def check_encode(request: embedding_pb2.EncodeRequest) -> None:
 def check_encode_stream(request: embedding_pb2.EncodeStreamRequest) -> None:
     """Raises InvalidRequest."""
     violations = Violations()
+    _check_model(violations, request)
     _check_count(violations, "input.token_ids.ids", request.input.token_ids.ids, MAX_TOKEN_IDS)
     violations.raise_any()
 
@@ -93,7 +96,15 @@ def check_encode_stream(request: embedding_pb2.EncodeStreamRequest) -> None:
 def check_embed(request: embedding_pb2.EmbedRequest) -> None:
     """Raises InvalidRequest."""
     violations = Violations()
+    _check_model(violations, request)
     _check_count(violations, "texts", request.texts, MAX_INPUTS)
+    violations.raise_any()
+
+
+def check_model_name(name: str, *, field: str = "model") -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_characters(violations, field, name, MAX_NAME_CHARACTERS)
     violations.raise_any()
 
 
@@ -106,8 +117,12 @@ def check_token_count(field: str, token_ids: Any, model: ServedModel) -> None:
 
 def _check_common(violations: Violations, request: generation_pb2.GenerateRequest | generation_pb2.ChatRequest) -> None:
     _check_options(violations, request.sampling, request.stopping)
-    _check_characters(violations, "model", request.model, MAX_NAME_CHARACTERS)
+    _check_model(violations, request)
     _check_bytes(violations, "structured_output", request.structured_output, MAX_STRUCTURED_OUTPUT_BYTES)
+
+
+def _check_model(violations: Violations, request: Any) -> None:
+    _check_characters(violations, "model", request.model, MAX_NAME_CHARACTERS)
 
 
 def _check_names(violations: Violations, messages: Any) -> None:

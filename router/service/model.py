@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.catalog import find_model
+from router.service.door import check_model_name
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.rpc.convert_public import model_to_proto
@@ -26,6 +27,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(  # noqa: N802
         self, request: model_pb2.GetModelRequest, context: Any
     ) -> model_pb2.GetModelResponse:
+        check_model_name(request.name, field="name")
         model = find_model(self._workers.models, request.name, task=None)
         return model_pb2.GetModelResponse(model=_to_proto(model))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.catalog import find_model
-from router.service.door import Door, check_token_count
+from router.service.door import Door, check_model_name, check_token_count
 from router.text_threads import TextThreads
 from router.violations import Violations
 from router.worker_entry import ServedModel
@@ -33,6 +33,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Tokenize(  # noqa: N802 - the names of methods are the proto's
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
     ) -> tokenizer_pb2.TokenizeResponse:
+        check_model_name(request.model)
         tokenizer = self._model(request.model).tokenizer
         if not request.text:
             raise InvalidRequest([FieldViolation("text", "must not be empty")])
@@ -47,6 +48,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: tokenizer_pb2.DetokenizeRequest, context: Any
     ) -> tokenizer_pb2.DetokenizeResponse:
+        check_model_name(request.model)
         model = self._model(request.model)
         check_token_count("token_ids", request.token_ids, model)
         violations = Violations()
@@ -60,8 +62,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def RenderChat(  # noqa: N802
         self, request: tokenizer_pb2.RenderChatRequest, context: Any
     ) -> tokenizer_pb2.RenderChatResponse:
-        tokenizer = self._model(request.model, Task.GENERATE).tokenizer
         self._door.check_render(request)
+        tokenizer = self._model(request.model, Task.GENERATE).tokenizer
         prompt = chat_prompt_from_proto(request)
 
         own = await self._templates.render(tokenizer.bundle, prompt) if prompt.chat_template else None
