@@ -56,6 +56,17 @@ def test_a_file_is_made_once_and_another_key_is_another_file(tmp_path: Path) -> 
     assert stat.S_IMODE(_artifact(tmp_path).path.parent.stat().st_mode) == 0o700
 
 
+def test_files_that_nobody_used_for_a_month_are_removed_when_another_is_written(tmp_path: Path) -> None:
+    unused, used, recent = (_artifact(tmp_path, key) for key in ("unused", "used", "recent"))
+    for artifact in (unused, used, recent):
+        _loaded(artifact, b"content")
+    for artifact in (unused, used):
+        os.utime(artifact.path, (0, 0))
+    assert _loaded(used, b"is there") == b"content"
+    _loaded(_artifact(tmp_path, "new"), b"new")
+    assert [artifact.path.exists() for artifact in (unused, used, recent)] == [False, True, True]
+
+
 def _flip_last(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -4,7 +4,8 @@ A file is written beside its place and moved there when it is whole; a lock lets
 It is mapped read-only, so processes share its pages. As it holds machine code and what machine code trusts, it counts
 only when this user or root owns it and nobody else may write it, when it says itself that it is what was looked for,
 when its bytes have the digest that it names, and when they can be parsed; any other file is made again, and the log
-says why. A cache that cannot be used costs time, not service: the result is used from memory.
+says why. A cache that cannot be used costs time, not service: the result is used from memory. Keys change with models
+and versions, so files that nobody has used for a month are removed when another one is written beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ _MAGIC = b"TWINART2"
 _HEADER = struct.Struct("<8s64sQQ")  # magic, kind and key, bytes that follow, their xxh3
 _HEADER_BYTES = 4096  # so that what follows begins at a page's start
 _LOCK_TIMEOUT_S = 900.0
+_UNUSED_S = 30 * 86400.0
 
 T = TypeVar("T")
 logger = get_logger(__name__)
@@ -85,7 +88,16 @@ class Artifact:
         except OSError as error:
             self._warn_unusable(error)
             return None
+        self._remove_unused()
         return self._read(parse)
+
+    def _remove_unused(self) -> None:
+        """Who has one of them mapped keeps it."""
+        limit_s = time.time() - _UNUSED_S
+        for path in self.path.parent.glob("*.bin"):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_mtime < limit_s:
+                    path.unlink()
 
     def _can_be_kept(self) -> bool:
         try:
@@ -139,6 +151,8 @@ class Artifact:
         memory = FileMemory(descriptor, size, offset=_HEADER_BYTES)
         if xxhash.xxh3_64_intdigest(memory.view()) != digest:
             raise ValueError("its digest is wrong")
+        with contextlib.suppress(OSError):  # on a file system that is only read, nobody removes it either
+            os.utime(descriptor)
         return memory
 
     @property
