@@ -6,7 +6,7 @@ The worker itself is what drains, and says so in its load reports: other routers
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from router.worker_entry import WorkerEntry, WorkerLife
 from router.workers import WorkerTable
@@ -26,12 +26,20 @@ async def drain_worker(
     A worker that ends or is undrained meanwhile is waited for no longer. Raises NotFound, WorkerLost, or
     DeadlineExceeded after `timeout_s` seconds.
     """
-    entry, life = _connected(workers, worker_id)
-    await life.connection.drain(timeout_s=CALL_TIMEOUT_S)
     until_s = _until_s(timeout_s)
-    await _told(workers, entry, life, lambda load: load.draining, until_s=until_s)
+    entry, life = _connected(workers, worker_id)
+    await _tell(life.connection.drain, life, what="to drain", until_s=until_s)
+    late = "was told to drain, and had not reported at the deadline that it does"
+    await _told(workers, entry, life, lambda load: load.draining, until_s=until_s, late=lambda _: late)
     if wait:
-        await _told(workers, entry, life, lambda load: not (load.draining and load.unfinished), until_s=until_s)
+        await _told(
+            workers,
+            entry,
+            life,
+            lambda load: not (load.draining and load.unfinished),
+            until_s=until_s,
+            late=lambda left: f"drains, and {left} requests were left at the deadline",
+        )
     return entry
 
 
@@ -40,9 +48,11 @@ async def undrain_worker(workers: WorkerTable, worker_id: WorkerId, *, timeout_s
 
     Raises NotFound, WorkerLost, Draining when its process ends, or DeadlineExceeded.
     """
+    until_s = _until_s(timeout_s)
     entry, life = _connected(workers, worker_id)
-    await life.connection.undrain(timeout_s=CALL_TIMEOUT_S)
-    await _told(workers, entry, life, lambda load: not load.draining, until_s=_until_s(timeout_s))
+    await _tell(life.connection.undrain, life, what="to take requests again", until_s=until_s)
+    late = "was told to take requests again, and had not reported at the deadline that it does"
+    await _told(workers, entry, life, lambda load: not load.draining, until_s=until_s, late=lambda _: late)
     return entry
 
 
@@ -62,6 +72,15 @@ def _connected(workers: WorkerTable, worker_id: WorkerId) -> tuple[WorkerEntry, 
     raise NotFound(f"there is no such worker as {worker_id!r}", resource_type="worker", resource_name=worker_id)
 
 
+async def _tell(call: Callable[..., Awaitable[None]], life: WorkerLife, *, what: str, until_s: float) -> None:
+    """Call the worker. Raises what it answers, or DeadlineExceeded after CALL_TIMEOUT_S or at `until_s` (monotonic)."""
+    try:
+        await call(timeout_s=max(0.0, min(CALL_TIMEOUT_S, until_s - time.monotonic())))
+    except DeadlineExceeded:
+        worker_id = life.description.worker_id
+        raise DeadlineExceeded(f"worker {worker_id} was told {what}, and had not answered at the deadline") from None
+
+
 async def _told(
     workers: WorkerTable,
     entry: WorkerEntry,
@@ -69,11 +88,13 @@ async def _told(
     condition: Callable[[WorkerLoad], bool],
     *,
     until_s: float,
+    late: Callable[[int], str],
 ) -> None:
-    """Return when the worker's reports say so, or it has ended. Raises DeadlineExceeded at `until_s` (monotonic)."""
+    """Return when the worker's reports say so, or it has ended.
+
+    Raises DeadlineExceeded at `until_s` (monotonic), with what `late` makes of the number of requests that are left.
+    """
     while entry.life is life and not (life.load is not None and condition(life.load)):
         if not await workers.changed(until_s=until_s):
             left = life.load.unfinished if life.load is not None else 0
-            raise DeadlineExceeded(
-                f"worker {life.description.worker_id} drains, and {left} requests were left at the deadline"
-            )
+            raise DeadlineExceeded(f"worker {life.description.worker_id} {late(left)}")

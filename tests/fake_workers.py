@@ -216,10 +216,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.ResetPrefixCacheResponse(dropped_blocks=self.cached_blocks)
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:  # noqa: N802
+        await self.script.enter("drain")
         self.report(replace(self.load, draining=True))
         return worker_pb2.DrainResponse()
 
     async def Undrain(self, request: worker_pb2.UndrainRequest, context: Any) -> worker_pb2.UndrainResponse:  # noqa: N802
+        await self.script.enter("undrain")
         self.report(replace(self.load, draining=False))
         return worker_pb2.UndrainResponse()
 

@@ -50,9 +50,9 @@ async def drain(channel: grpc.aio.Channel, worker_id: str, *, wait: bool = False
     return (await stub.DrainWorker(request, timeout=timeout_s)).worker
 
 
-async def undrain(channel: grpc.aio.Channel, worker_id: str) -> Any:
+async def undrain(channel: grpc.aio.Channel, worker_id: str, *, timeout_s: float = 5) -> Any:
     stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-    return (await stub.UndrainWorker(admin_pb2.UndrainWorkerRequest(worker_id=worker_id), timeout=5)).worker
+    return (await stub.UndrainWorker(admin_pb2.UndrainWorkerRequest(worker_id=worker_id), timeout=timeout_s)).worker
 
 
 async def generate(channel: grpc.aio.Channel, count: int) -> None:
@@ -90,6 +90,27 @@ async def test_waiting_ends_with_the_last_request_and_not_before() -> None:
         first.report(replace(first.load, unfinished=0))
         worker = await waiting
         assert (worker.state, worker.unfinished) == (DRAINING, 0)
+
+
+async def test_at_the_deadline_the_words_say_what_was_waited_for() -> None:
+    """The router answers before the caller's deadline, whose own words are none: the call to the worker included."""
+    cases: tuple[tuple[Any, str, str], ...] = (
+        (drain, "drain", "was told to drain, and had not answered"),
+        (drain, "load", "was told to drain, and had not reported"),
+        (undrain, "undrain", "was told to take requests again, and had not answered"),
+        (undrain, "load", "was told to take requests again, and had not reported"),
+    )
+    for call, phase, words in cases:
+        async with FakeCluster(prefill=1, decode=1) as cluster, routed(cluster) as channel:
+            worker = cluster.prefill[0]
+            if call is undrain:
+                await drain(channel, "prefill-0")
+            go_on = worker.script.stall(phase)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, "prefill-0", timeout_s=0.8)
+            go_on.set()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert words in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize("how", ["undrained", "ended"])
