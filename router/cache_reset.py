@@ -10,9 +10,12 @@ from router.reset_book import Scope
 from router.worker_entry import WorkerLife
 from router.workers import WorkerTable
 from twinstage.errors import NotFound, WorkerLost
+from twinstage.telemetry.log import get_logger
 from twinstage.types import Role, WorkerId
 
 RESET_TIMEOUT_S = 5.0
+
+logger = get_logger(__name__)
 
 
 async def reset_prefix_caches(
@@ -24,20 +27,27 @@ async def reset_prefix_caches(
     worker finds nothing old any more. Whoever is not connected now is told when it is, before it serves; this router
     remembers that for as long as it runs.
 
-    Raises NotFound, or what a worker that is connected failed with.
+    Raises NotFound, or what a worker that is connected failed with. All others were told then, but that one goes on
+    serving with what it has until it is told again, or is lost and comes back: the caller has to repeat the call.
     """
     lives = _chosen(workers, model=model, worker_id=worker_id)
     workers.resets.ask(Scope(model=model, worker_id=worker_id))  # no await since: who connects now sees it
     workers.prefixes.clear()  # of the others, too: they will be learned again
     dropped: list[tuple[WorkerId, int]] = []
+    failures: list[BaseException] = []
     for role in (Role.PREFILL, Role.DECODE):
         of_role = [life for life in lives if life.description.role is role]
-        answers = await asyncio.gather(*(_reset(workers, life) for life in of_role), return_exceptions=True)
-        for answer in answers:
+        # A decode worker may yet take old blocks from a prefill worker that failed, so it owes its reset all the same.
+        settles = not failures
+        resets = (_reset(workers, life, settles=settles) for life in of_role)
+        for life, answer in zip(of_role, await asyncio.gather(*resets, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException):
-                raise answer
-            if answer is not None:
+                failures.append(answer)
+                logger.warning("prefix cache not reset", worker=life.description.worker_id, error=str(answer))
+            elif answer is not None:
                 dropped.append(answer)
+    if failures:
+        raise failures[0]
     return sorted(dropped)
 
 
@@ -52,8 +62,11 @@ def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[Wor
     return [entry.life for entry in known if entry.life is not None]
 
 
-async def _reset(workers: WorkerTable, life: WorkerLife) -> tuple[WorkerId, int] | None:
-    """The worker and the blocks it dropped; None when it was lost meanwhile, and so owes the reset."""
+async def _reset(workers: WorkerTable, life: WorkerLife, *, settles: bool) -> tuple[WorkerId, int] | None:
+    """The worker and the blocks it dropped; None when it was lost meanwhile, and so owes the reset.
+
+    `settles`: whether it owes nothing any more afterwards.
+    """
     number = workers.resets.owed(life.description)
     try:
         dropped = await life.connection.reset_prefix_cache(timeout_s=RESET_TIMEOUT_S)
@@ -61,5 +74,6 @@ async def _reset(workers: WorkerTable, life: WorkerLife) -> tuple[WorkerId, int]
         if any(entry.life is life for entry in workers.entries):
             raise
         return None
-    workers.resets.had(life.description, number)
+    if settles:
+        workers.resets.had(life.description, number)
     return life.description.worker_id, dropped

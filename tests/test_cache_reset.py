@@ -15,6 +15,7 @@ from router.cache_reset import reset_prefix_caches
 from router.discovery import WorkerSource, parse_source
 from router.reset_book import EVERYTHING, ResetBook, Scope
 from router.workers import WorkerTable
+from twinstage.errors import ComputeFailed
 from twinstage.types import WorkerId
 
 
@@ -113,6 +114,24 @@ async def test_a_worker_that_is_lost_during_a_reset_owes_it() -> None:
         await decode.start()
         await until_serving(workers, prefill, decode)
         assert (prefill.resets, decode.resets) == (1, 1)
+
+
+async def test_when_one_worker_fails_all_others_are_reset_nevertheless() -> None:
+    async with FakeCluster(prefill=2, decode=1) as cluster, table(*cluster.addresses) as workers:
+        failing, prefill, decode = cluster.workers
+        await until_serving(workers, *cluster.workers)
+        failing.script.fail("reset", ComputeFailed("no"))
+        with pytest.raises(ComputeFailed):
+            await reset_prefix_caches(workers)
+        assert (failing.resets, prefill.resets, decode.resets) == (0, 1, 1)
+        for worker in cluster.workers:
+            await worker.kill()
+        await until_serving(workers)
+        for worker in cluster.workers:
+            await worker.start()
+        await until_serving(workers, *cluster.workers)
+        # The decode worker may have taken old blocks after its reset, from the one that failed.
+        assert (failing.resets, prefill.resets, decode.resets) == (1, 1, 2)
 
 
 async def test_a_reset_of_one_model_or_worker_is_owed_by_nobody_else() -> None:
