@@ -235,14 +235,14 @@ class DecodeWorker:
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def begin_drain(self, *, for_good: bool = False) -> None:
+    def begin_drain(self, *, for_good: bool = False, fault: str = "") -> None:
         """Take nothing new from now on; what waits for blocks is refused, what has them goes on."""
-        self._door.close(for_good=for_good)
+        self._door.close(for_good=for_good, fault=fault)
         self._arrivals.refuse(self._door.refusal())
         self._note_change()
 
     def end_drain(self) -> None:
-        """Take new requests again. Raises Draining when the worker is about to end."""
+        """Take new requests again. Raises Draining when the worker is about to end or has a fault."""
         self._door.open()
         self._note_change()
 

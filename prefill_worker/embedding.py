@@ -178,13 +178,13 @@ class EmbeddingWorker:
         """Nothing: an embedding model keeps nothing of its inputs."""
         return 0
 
-    def begin_drain(self, *, for_good: bool = False) -> None:
+    def begin_drain(self, *, for_good: bool = False, fault: str = "") -> None:
         """Take nothing new from now on."""
-        self._door.close(for_good=for_good)
+        self._door.close(for_good=for_good, fault=fault)
         self.loads.changed()
 
     def end_drain(self) -> None:
-        """Take new requests again. Raises Draining when the worker is about to end."""
+        """Take new requests again. Raises Draining when the worker is about to end or has a fault."""
         self._door.open()
         self.loads.changed()
 

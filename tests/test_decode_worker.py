@@ -648,7 +648,10 @@ async def test_books_that_do_not_balance_are_found_when_the_worker_is_idle_and_i
         bench.worker.abort(bench.worker._sessions.get("s"), spec.request_id)
         async with asyncio.timeout(5):
             await checking
+        with pytest.raises(Draining, match="until it is restarted: its books of KV blocks do not balance"):
+            bench.worker.end_drain()
         assert (await bench.load()).draining
+        bench.worker.end_session(bench.worker.open_session("who collects what it has left"))
         bench.pool._let_go(grant.block_ids[0])
 
 

@@ -46,14 +46,14 @@ class Checked(Protocol):
     def check_books(self) -> None:
         """Raise IntegrityError unless the books of KV blocks balance."""
 
-    def begin_drain(self) -> None: ...
+    def begin_drain(self, *, fault: str) -> None: ...
 
 
 async def keep_checking(worker: Checked, *, interval_s: float = CHECK_INTERVAL_S) -> None:
     """Check the books when the worker is idle, at most once an interval, for about a microsecond a block.
 
-    A worker whose books do not balance could give one block to two requests: it takes nothing new any more. Returns
-    then.
+    A worker whose books do not balance could give one block to two requests: it takes nothing new any more, whoever
+    asks it to, until it is restarted. Returns then.
     """
     while True:
         await asyncio.sleep(interval_s)
@@ -62,5 +62,5 @@ async def keep_checking(worker: Checked, *, interval_s: float = CHECK_INTERVAL_S
             await asyncio.to_thread(worker.check_books)
         except IntegrityError as error:
             logger.error("the block pool's books do not balance, so the worker drains", error=str(error))
-            worker.begin_drain()
+            worker.begin_drain(fault="its books of KV blocks do not balance")
             return

@@ -6,7 +6,7 @@ from twinstage.errors import Draining
 
 
 class Door:
-    """Open at first. Who closed it may open it again, unless it was closed for good: the process ends.
+    """Open at first. Who closed it may open it again, unless it was closed for a fault, or for good: the process ends.
 
     A worker whose door is closed drains: it finishes what it has.
     """
@@ -16,6 +16,7 @@ class Door:
         self._worker = worker
         self._is_closed = False
         self._is_for_good = False
+        self._fault = ""
 
     @property
     def is_closed(self) -> bool:
@@ -25,14 +26,15 @@ class Door:
     def is_closed_for_good(self) -> bool:
         return self._is_for_good
 
-    def close(self, *, for_good: bool = False) -> None:
-        """Let nothing new in. Idempotent."""
+    def close(self, *, for_good: bool = False, fault: str = "") -> None:
+        """Let nothing new in. Idempotent. `fault` says what is wrong with the worker, which only a restart mends."""
         self._is_closed = True
         self._is_for_good |= for_good
+        self._fault = self._fault or fault
 
     def open(self) -> None:
-        """Let requests in again. Raises Draining when the door was closed for good."""
-        if self._is_for_good:
+        """Let requests in again. Raises Draining when the door was closed for good or for a fault."""
+        if self._is_for_good or self._fault:
             raise self.refusal()
         self._is_closed = False
 
@@ -43,5 +45,10 @@ class Door:
 
     def refusal(self) -> Draining:
         """What those are told who are not let in."""
-        what = "is shutting down" if self._is_for_good else "is draining: it finishes what it has"
+        if self._is_for_good:
+            what = "is shutting down"
+        elif self._fault:
+            what = f"takes nothing new until it is restarted: {self._fault}"
+        else:
+            what = "is draining: it finishes what it has"
         return Draining(f"this {self._worker} {what}")

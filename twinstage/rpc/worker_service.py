@@ -34,11 +34,11 @@ class ServedWorker(Protocol):
     def reset_prefix_cache(self) -> int:
         """Forget what is in the KV blocks; returns of how many. What is begun already is not cached later either."""
 
-    def begin_drain(self, *, for_good: bool = False) -> None:
-        """Take nothing new from now on; with `for_good`, because the process ends."""
+    def begin_drain(self, *, for_good: bool = False, fault: str = "") -> None:
+        """Take nothing new from now on; with `for_good`, because the process ends; with `fault`, until a restart."""
 
     def end_drain(self) -> None:
-        """Take new requests again. Raises Draining when the process ends."""
+        """Take new requests again. Raises Draining when the process ends, or a fault made it drain."""
 
     def check_books(self) -> None:
         """Raise IntegrityError unless the books of KV blocks balance. Called off the event loop."""

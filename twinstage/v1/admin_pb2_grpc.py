@@ -110,7 +110,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UndrainWorker(self, request, context):
-        """Lets a draining worker take requests again. Fails when its process was told to end.
+        """Lets a draining worker take requests again. Fails when its process was told to end, or drains as its books of KV
+        blocks do not balance, which only a restart mends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,9 @@ class AdminServiceStub:
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
     UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
-    """Lets a draining worker take requests again. Fails when its process was told to end."""
+    """Lets a draining worker take requests again. Fails when its process was told to end, or drains as its books of KV
+    blocks do not balance, which only a restart mends.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -70,7 +72,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
     UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
-    """Lets a draining worker take requests again. Fails when its process was told to end."""
+    """Lets a draining worker take requests again. Fails when its process was told to end, or drains as its books of KV
+    blocks do not balance, which only a restart mends.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Inspects and operates the service."""
@@ -125,6 +129,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UndrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UndrainWorkerResponse, _abc.Awaitable[_admin_pb2.UndrainWorkerResponse]]:
-        """Lets a draining worker take requests again. Fails when its process was told to end."""
+        """Lets a draining worker take requests again. Fails when its process was told to end, or drains as its books of KV
+        blocks do not balance, which only a restart mends.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
