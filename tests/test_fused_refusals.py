@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from structlog.testing import capture_logs
 
 from fused_models import FusedOnBlocks, make_fused, tiny_config, tokens
 from tiny_models import make_tiny_model
@@ -83,6 +84,23 @@ def test_a_model_that_is_read_rightly_passes_and_is_tried_once(
     for _ in range(2):
         load_fused(resolved, precision="fp32", threads=1, cache_directory=cache).close()
     assert verdicts == [""]
+
+
+def test_a_comparison_that_did_not_take_place_is_made_up_for_by_the_next_start(
+    resolved: ResolvedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short_of_memory(*_arguments: Any) -> NoReturn:
+        raise MemoryError("it needs 9.0 GB, 1.0 GB are free")
+
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(trial, "_check_memory", short_of_memory)
+        load_fused(resolved, precision="fp32", threads=1, cache_directory=cache).close()
+    warnings = [entry for entry in logs if entry["event"] == "the model was not compared with the stock one"]
+    assert [entry["error"] for entry in warnings] == ["it needs 9.0 GB, 1.0 GB are free"]
+
+    monkeypatch.setattr(trial, "tolerance", lambda _model: -1.0)
+    with pytest.raises(NotFusible, match="gives other logits"):
+        load_fused(resolved, precision="fp32", threads=1, cache_directory=cache)
 
 
 def test_a_failure_of_the_compiler_is_a_refusal(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from twinstage.cgroups import usable_cpus
 from twinstage.errors import ModelError, NotFusible, TwinstageError
@@ -16,14 +16,17 @@ from twinstage.models.config_files import effective_max_model_len, read_json_obj
 from twinstage.models.fused.artifacts import Artifact
 from twinstage.models.fused.attention_work import AttentionShape
 from twinstage.models.fused.formats import WeightFormat, format_of, has_bfloat16_dot, kv_dtype_of
-from twinstage.models.fused.memory import AlignedMemory
+from twinstage.models.fused.memory import AlignedMemory, Memory
 from twinstage.models.fused.model import FusedModel
 from twinstage.models.fused.native import LoadedProgram, NativeProgram
 from twinstage.models.fused.spec import check_config
 from twinstage.models.fused.target import missing_features, target
-from twinstage.models.fused.trial import read_verdict, try_model
+from twinstage.models.fused.trial import NotComparedError, read_verdict, try_model
 from twinstage.models.fused.weights import PackedWeights, pack_model
 from twinstage.models.resolve import ResolvedModel, default_cache_directory
+from twinstage.telemetry.log import get_logger
+
+logger = get_logger(__name__)
 
 _PACKING_SOURCES = (
     "affine.py",
@@ -126,13 +129,34 @@ def load_fused(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)
-        refusal = verdict.load_or_make(
-            lambda: try_model(model, resolved.directory, name=resolved.name, report=report), read_verdict, fill=fill
-        )
+
+        def compare() -> Memory:
+            if fill is not None and fill.has_run:  # what did not fit beside it there fits here even less
+                raise NotComparedError("the process that prepared the model could not run the stock one")
+            return try_model(model, resolved.directory, name=resolved.name, report=report)
+
+        try:
+            refusal = verdict.load_or_make(compare, read_verdict, fill=fill)
+        except NotComparedError as error:  # it is used unproved, and compared by a start that can
+            logger.warning("the model was not compared with the stock one", model=resolved.name, error=str(error))
+            refusal = ""
         if refusal:
             raise NotFusible(refusal)
         stack.pop_all()
     return model
+
+
+class _Filler:
+    """Has another process fill the cache, the first time it is called."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, what: str, report: Callable[[str], None]) -> None:
+        self._arguments, self._what, self._report = arguments, what, report
+        self.has_run = False
+
+    def __call__(self) -> None:
+        if not self.has_run:
+            self.has_run = True
+            apart.make_apart("load_fused", self._arguments, what=self._what, progress=self._report)
 
 
 def _filler(
@@ -143,8 +167,8 @@ def _filler(
     threads: int | None,
     cache: Path,
     report: Callable[[str], None],
-) -> Callable[[], None] | None:
-    """A function that has another process fill the cache, the first time it is called; None where that is no use."""
+) -> _Filler | None:
+    """What has another process fill the cache; None where that is no use."""
     if not apart.is_worth_it():
         return None
     arguments = {
@@ -157,11 +181,7 @@ def _filler(
         "cache_directory": str(cache),
     }
 
-    @functools.cache
-    def fill() -> None:
-        apart.make_apart("load_fused", arguments, what=f"{resolved.name} cannot be prepared", progress=report)
-
-    return fill
+    return _Filler(arguments, what=f"{resolved.name} cannot be prepared", report=report)
 
 
 @contextlib.contextmanager

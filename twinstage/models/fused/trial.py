@@ -38,31 +38,33 @@ Logits = NDArray[np.float32]
 logger = get_logger(__name__)
 
 
+class NotComparedError(Exception):
+    """There was nothing to compare with: the stock model could not be run, this time."""
+
+
 def try_model(model: FusedModel, directory: Path, *, name: str, report: Callable[[str], None]) -> Memory:
     """The verdict on `model`, for `read_verdict`: it computes as the stock model in `directory`, or does not.
 
-    Where the stock model cannot be loaded, as it may be too large for this machine, there is nothing to compare with,
-    and the model passes.
+    Raises NotComparedError where the stock model cannot be run now, as memory may be short: that is no verdict, and
+    nothing to be kept for later starts.
     """
     report(f"comparing {name} on own kernels with the stock model, once for this model")
     cuts = [cut for cut in _CUTS if cut <= model.max_model_len] or [1]
     token_ids = [(index * 7919 + 13) % model.vocab_size for index in range(cuts[-1])]
-    refusal, compared = "", True
     try:
         _check_memory(model)
         expected = _stock_logits(directory, token_ids)[[cut - 1 for cut in cuts]]
     except (ModelError, MemoryError, RuntimeError) as error:
-        logger.warning("the fused model was not compared with the stock model", model=name, error=str(error))
-        compared = False
-    else:
-        difference, allowed = _difference(_fused_logits(model, token_ids, cuts), expected), tolerance(model)
-        logger.info("compared with the stock model", model=name, difference=f"{difference:.2g}", allowed=allowed)
-        if not difference <= allowed:  # also when it is no number
-            refusal = (
-                f"{name} gives other logits on the fused path than as stock modules: "
-                f"they differ by {difference:.2g} of their size, {allowed} is allowed"
-            )
-    return AlignedMemory.of(json.dumps({"refusal": refusal, "compared": compared}).encode())
+        raise NotComparedError(str(error)) from error
+    difference, allowed = _difference(_fused_logits(model, token_ids, cuts), expected), tolerance(model)
+    logger.info("compared with the stock model", model=name, difference=f"{difference:.2g}", allowed=allowed)
+    refusal = ""
+    if not difference <= allowed:  # also when it is no number
+        refusal = (
+            f"{name} gives other logits on the fused path than as stock modules: "
+            f"they differ by {difference:.2g} of their size, {allowed} is allowed"
+        )
+    return AlignedMemory.of(json.dumps({"refusal": refusal}).encode())
 
 
 def read_verdict(memory: Memory) -> str:
