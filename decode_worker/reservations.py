@@ -15,14 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from twinstage.errors import DeadlineExceeded, KvExhausted, TwinstageError
+from twinstage.errors import DeadlineExceeded, InternalError, KvExhausted, TwinstageError
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.prefix_index import HashChain
 from twinstage.kv.shortage import Shortage
+from twinstage.telemetry.log import get_logger
 from twinstage.types import SECONDS_PER_PRIORITY_LEVEL, RequestId
 
 MAX_WAITING = 1024
 MAX_PASSED = 16  # requests that do not fit, which one that does may pass; each is looked at when blocks come back
+
+logger = get_logger(__name__)
 
 Reserved = TypeVar("Reserved")
 
@@ -87,7 +90,7 @@ class Reservations(Generic[Reserved]):
         """What `use` makes of the blocks; it is called as soon as it is this request's turn and they are free.
 
         Raises DeadlineExceeded after `timeout_s`, KvExhausted when too many wait, what `refuse` was called with, or
-        the TwinstageError of `use`, which leaves the blocks to be freed here.
+        the TwinstageError of `use`, which leaves the blocks to be freed here; its other exceptions are InternalError.
         """
         if len(self._waiters) >= MAX_WAITING:
             raise KvExhausted(f"the KV pool is full and {MAX_WAITING} requests wait for it")
@@ -149,6 +152,10 @@ class Reservations(Generic[Reserved]):
         except TwinstageError as error:
             table.release()
             waiter.result.set_exception(error)
+        except Exception:  # a bug of `use`: it fails this request, and not those whose turn comes after it
+            logger.exception("kv blocks could not be taken over", request_id=waiter.wish.request_id)
+            table.release()
+            waiter.result.set_exception(InternalError("the decode worker could not take the KV blocks over"))
         self._on_change()
 
     def refuse(

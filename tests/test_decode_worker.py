@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import pytest
 from structlog.testing import capture_logs
@@ -35,6 +36,7 @@ from twinstage.errors import (
     DeadlineExceeded,
     Draining,
     IntegrityError,
+    InternalError,
     InvalidRequest,
     KvExhausted,
     Overloaded,
@@ -747,6 +749,26 @@ def _wait_in_line(
 
     tables: list[BlockTable] = []
     return [asyncio.create_task(take(name, num_blocks)) for name, num_blocks in wishes.items()]
+
+
+async def test_a_failure_of_any_kind_frees_the_blocks_and_fails_that_reservation_alone() -> None:
+    pool = BlockPool(16)
+    holder = pool.allocate(16, owner="holder")
+    reservations = _reservations(pool)
+
+    def fail(_table: BlockTable) -> NoReturn:
+        raise KeyError("a bug")
+
+    failing = asyncio.ensure_future(reservations.take(_wish(10, "failing"), fail, timeout_s=60.0))
+    after_it = asyncio.ensure_future(reservations.take(_wish(16, "after it"), lambda table: table, timeout_s=5.0))
+    await asyncio.sleep(0)
+    holder.release()
+    reservations.serve()
+    with pytest.raises(InternalError):
+        await failing
+    (await after_it).release()
+    assert len(reservations) == 0
+    assert pool.num_free == 16
 
 
 async def test_a_large_reservation_neither_holds_up_small_ones_nor_is_starved_by_them() -> None:
