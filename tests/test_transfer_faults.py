@@ -12,7 +12,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -47,13 +47,15 @@ from twinstage.errors import (
 )
 from twinstage.kv.copying import copy_with_checksum
 from twinstage.kv.memory import BlockMemory
+from twinstage.transfer.connection import Connection
 from twinstage.transfer.frames import FORMAT_VERSION, HEADER, MAGIC, FrameType, encode
 from twinstage.transfer.gate import WriteGate
-from twinstage.transfer.handshake import grant_proof
+from twinstage.transfer.handshake import Session, grant_proof
 from twinstage.transfer.incoming import IncomingTable
 from twinstage.transfer.messages import (
     Abort,
     Ack,
+    Alive,
     Challenge,
     Hello,
     Nack,
@@ -72,7 +74,7 @@ from twinstage.transfer.shm import receive_descriptor
 from twinstage.transfer.tcp import receive_payload
 from twinstage.transfer.values import ChannelTimeouts, TransferOutcome
 from twinstage.transfer.wire import FrameSocket
-from twinstage.types import KvEndpoint, KvGrant
+from twinstage.types import KvEndpoint, KvGrant, WorkerId
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
 BLOCK = 4096
@@ -845,3 +847,33 @@ def test_a_sender_that_does_not_leave_is_left_behind_unfenced() -> None:
         ends.receiver.close()
         assert isinstance(ends.delegate.next()[1], TransferError)
         assert not ends.fenced(grant.transfer_id).is_set()
+
+
+def test_nobody_waits_for_a_sender_that_does_not_read() -> None:
+    own, peer = socket.socketpair()
+    sender = FrameSocket(peer, stall_s=FAST.stall_s)
+    with contextlib.closing(BlockMemory.create(num_blocks=1, block_bytes=4096)) as memory, own, peer:
+        connection = Connection(
+            FrameSocket(own, stall_s=FAST.stall_s),
+            session=Session(peer_worker_id=WorkerId("prefill-1"), peer_epoch=1, transcript=b""),
+            transport="tcp",
+            memory=memory,
+            table=IncomingTable(identity(), num_blocks=1, block_bytes=4096),
+            delegate=Delegate(),
+            count_bytes=lambda _num_bytes: None,
+            silence_s=WAIT_S,
+        )
+        with connection._send_lock:  # as its thread does while it sends
+            _finishes(lambda: connection.stop_writing(7))
+        connection._send(Alive())
+        assert [hear(sender), hear(sender)] == [Alive(), Revoke(transfer_id=7)]
+        with connection._send_lock:
+            _finishes(connection.hang_up)
+        assert sender.receive(idle_s=WAIT_S) is None
+
+
+def _finishes(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(WAIT_S / 4)
+    assert not thread.is_alive()

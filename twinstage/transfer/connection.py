@@ -20,6 +20,7 @@ blocks stay out of use as long as that takes.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -101,7 +102,9 @@ class Connection:
         self._delegate = delegate
         self._count_bytes = count_bytes
         self._silence_s = silence_s
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.Lock()  # held for up to _SEND_S
+        self._end_lock = threading.Lock()  # held for a moment, so that no socket is shut down after it was closed
+        self._to_revoke: deque[int] = deque()  # transfers; who holds _send_lock tells the sender
         self._abandoned = False  # this side ended the connection: its end does not say that the sender stopped
 
     def serve(self) -> None:
@@ -115,7 +118,7 @@ class Connection:
             logger.warning("kv connection broke", peer=self._session.peer_worker_id, error=str(broken))
         finally:
             self._leave(error)
-            with self._send_lock:
+            with self._send_lock, self._end_lock:
                 self._stream.close()
 
     @property
@@ -124,16 +127,13 @@ class Connection:
         return self._silence_s if self._table.transfers_of(self) else None
 
     def stop_writing(self, transfer_id: int) -> None:
-        """Ask the sender to stop; a sender that cannot be asked loses the connection."""
-        try:
-            self._send(Revoke(transfer_id=transfer_id), timeout_s=_REVOKE_S)
-        except TransferError as error:
-            logger.warning("kv sender cannot be asked to stop", peer=self._session.peer_worker_id, error=str(error))
-            self.hang_up()
+        """Ask the sender to stop, or have who sends to it now do so next. If that fails, the connection ends."""
+        self._to_revoke.append(transfer_id)
+        self._send_revocations()
 
     def hang_up(self) -> None:
         """Tell the sender to leave. It confirms by ending the stream, which ends `serve`."""
-        with self._send_lock:
+        with self._end_lock:
             if self.transport == "shm":
                 self._stream.end_sending()
             else:
@@ -142,7 +142,7 @@ class Connection:
     def abandon(self) -> None:
         """End `serve` without the sender's confirmation; what it might still write stays unfenced for ever."""
         self._abandoned = True
-        with self._send_lock:
+        with self._end_lock:
             self._stream.end()
 
     def _answer(self, frame: Frame) -> None:
@@ -288,6 +288,19 @@ class Connection:
         for transfer_id in self._table.transfers_of(self):
             self._fence(transfer_id)
 
-    def _send(self, message: Message, *, timeout_s: float = _SEND_S) -> None:
+    def _send(self, message: Message) -> None:
         with self._send_lock:
-            self._stream.send(message, timeout_s=timeout_s)
+            self._stream.send(message, timeout_s=_SEND_S)
+        self._send_revocations()
+
+    def _send_revocations(self) -> None:
+        """Send those that wait, unless somebody sends now: he looks here when he has done so."""
+        while self._to_revoke and self._send_lock.acquire(blocking=False):
+            try:
+                while self._to_revoke:
+                    self._stream.send(Revoke(transfer_id=self._to_revoke.popleft()), timeout_s=_REVOKE_S)
+            except TransferError as error:
+                logger.warning("kv sender cannot be asked to stop", peer=self._session.peer_worker_id, error=str(error))
+                self.hang_up()
+            finally:
+                self._send_lock.release()
