@@ -118,6 +118,7 @@ class RouterSettings(ProcessSettings):
         description="File with the callers and their tokens, a line each: name, token or sha256:DIGEST, and the rights "
         "use, admin or use,admin. Without it everybody may call everything.",
     )
+    worker_tls: bool = Field(default=False, description="Call workers over TLS, with the CAs that gRPC trusts.")
     worker_tls_ca: Path | None = Field(
         default=None, description="PEM file with the CA certificates of workers; with it, workers are called over TLS."
     )
@@ -184,18 +185,21 @@ class RouterSettings(ProcessSettings):
         return weights
 
     def worker_access(self) -> Access:
-        """How workers are called. Raises ConfigError when a file cannot be read."""
+        """How workers are called. Raises ConfigError when a file cannot be read, or a name is given without TLS."""
         files = TlsFiles(
             certificate=self.worker_tls_certificate,
             key=self.worker_tls_key,
             ca=self.worker_tls_ca,
             flag_prefix="--worker-tls-",
         )
+        credentials = channel_credentials(files, required=self.worker_tls)
+        if self.worker_tls_name and credentials is None:
+            raise ConfigError("--worker-tls-name needs --worker-tls, or --worker-tls-ca")
         if self.worker_secret_file is None:
             secret = ""
         else:
             secret = read_shared_secrets(self.worker_secret_file, flag="--worker-secret-file")[0]
-        return Access(credentials=channel_credentials(files), token=secret, server_name=self.worker_tls_name)
+        return Access(credentials=credentials, token=secret, server_name=self.worker_tls_name)
 
     def failover_policy(self) -> FailoverPolicy:
         """How requests are tried again."""

@@ -15,11 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from harness import ProcessCluster
+from router.config import RouterSettings
+from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.main import main
 from twinstage.client import AsyncTwinstageClient, Options, Stopping, TwinstageClient, tls_credentials
 from twinstage.errors import ConfigError, PermissionDenied, Unauthenticated, Unavailable
 from twinstage.rpc.access import Access
 from twinstage.rpc.tls import TlsFiles, server_credentials
+from twinstage.settings import read_settings
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.xdist_group("security")  # else each test process would start the cluster
@@ -208,7 +211,8 @@ def test_workers_serve_only_those_with_certificate_and_secret(
     ]
     for address in workers:
         for credentials, secret, codes in cases:
-            access = Access(credentials=credentials, token=secret, server_name="worker.internal")
+            name = "worker.internal" if credentials is not None else ""
+            access = Access(credentials=credentials, token=secret, server_name=name)
             with access.open(address, ()) as channel:
                 for call in _worker_calls(access.authorized(channel)):
                     with pytest.raises(grpc.RpcError) as caught:
@@ -245,3 +249,16 @@ def test_wrong_files_are_refused_at_the_start(
     files = TlsFiles(certificate=paths[0], key=paths[1], ca=paths[2], ca_flag="client-ca")
     with pytest.raises(ConfigError, match=expected):
         server_credentials(files)
+
+
+def test_a_server_name_without_tls_is_refused() -> None:
+    """Its owner wants to be sure of the server, and would send the secret in plain text to anybody."""
+    named = ["--workers", "127.0.0.1:1", "--worker-tls-name", "worker.internal"]
+    with pytest.raises(ConfigError, match="--worker-tls-name needs --worker-tls"):
+        read_settings(RouterSettings, named).worker_access()
+    with pytest.raises(ConfigError, match="--tls-name needs --tls"):
+        AccessFlags(tls_name="router.internal").access()
+    with pytest.raises(ConfigError, match="needs TLS credentials"):
+        TwinstageClient("127.0.0.1:1", server_name="router.internal")
+    assert read_settings(RouterSettings, [*named, "--worker-tls"]).worker_access().credentials is not None
+    assert AccessFlags(tls_name="router.internal", tls=True).access().credentials is not None

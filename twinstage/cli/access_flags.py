@@ -54,14 +54,15 @@ class AccessFlags:
     ] = None
 
     def access(self) -> Access:
-        """Raises ConfigError when a file cannot be read."""
+        """Raises ConfigError when a file cannot be read, or a name is given without TLS."""
         from twinstage.rpc.access import Access
         from twinstage.rpc.tls import TlsFiles, channel_credentials
 
         files = TlsFiles(certificate=self.tls_certificate, key=self.tls_key, ca=self.tls_ca)
-        return Access(
-            credentials=channel_credentials(files, required=self.tls), token=self._token(), server_name=self.tls_name
-        )
+        credentials = channel_credentials(files, required=self.tls)
+        if self.tls_name and credentials is None:
+            raise ConfigError("--tls-name needs --tls, or --tls-ca")
+        return Access(credentials=credentials, token=self._token(), server_name=self.tls_name)
 
     def client(self, address: str) -> TwinstageClient:
         """A client of the router at `address`. Raises ConfigError."""

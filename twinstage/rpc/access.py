@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 
+from twinstage.errors import ConfigError
+
 AUTHORIZATION_METADATA_KEY = "authorization"
 BEARER = "Bearer"
 
@@ -20,12 +22,18 @@ ChannelT = TypeVar("ChannelT", grpc.Channel, grpc.aio.Channel)
 class Access:
     """What a channel shows to the server. `server_name` is the name in its certificate where it is not the address's.
 
+    Raises ConfigError for a name without credentials: whoever names a server means to be sure of it, and would be
+    called in plain text.
     The token travels in the metadata of every call: without TLS, whoever can read the network can read it.
     """
 
     credentials: grpc.ChannelCredentials | None = None
     token: str = field(default="", repr=False)
     server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.server_name and self.credentials is None:
+            raise ConfigError(f"the server name {self.server_name!r} is in a certificate, so it needs TLS credentials")
 
     def open_aio(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel for asyncio, without the token; see `authorized`."""
