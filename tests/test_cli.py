@@ -376,21 +376,23 @@ def test_workers_share_the_cores(
 def test_a_cluster_has_a_secret_of_its_own(roles: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other users of the machine reach the ports of the workers, too."""
 
-    def variable(pid: int) -> str:
+    def variable(pid: int, name: str = "WORKER") -> str:
         entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        return dict(entry.partition("=")[::2] for entry in entries)["TWINSTAGE_WORKER_SECRET_FILE"]
+        return dict(entry.partition("=")[::2] for entry in entries)[f"TWINSTAGE_{name}_SECRET_FILE"]
 
     with Cluster(ClusterConfig(port=0)) as cluster:
         path = Path(variable(cluster.processes["prefill-0"].pid))
         assert path.stat().st_mode & 0o777 == 0o600
         assert len(path.read_text()) >= 32
         cluster.wait_ready(START_TIMEOUT_S)
-        assert {variable(child.pid) for child in cluster.processes.values()} == {str(path)}
+        for name in ("WORKER", "KV"):
+            assert {variable(child.pid, name) for child in cluster.processes.values()} == {str(path)}
         assert not path.exists(), "all have read it"
     monkeypatch.setenv("TWINSTAGE_WORKER_SECRET_FILE", str(tmp_path / "own"))
     with Cluster(ClusterConfig(port=0)) as cluster:
         cluster.wait_ready(START_TIMEOUT_S)
         assert {variable(child.pid) for child in cluster.processes.values()} == {str(tmp_path / "own")}
+        assert {variable(child.pid, "KV") for child in cluster.processes.values()}.isdisjoint({str(tmp_path / "own")})
 
 
 def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transfer_ends import (
     commit_of,
     open_ends,
     raw_connection,
+    raw_sender,
 )
 from twinstage.errors import TransferError
 from twinstage.transfer.frames import HEADER, MAGIC, FrameType, encode
@@ -215,6 +216,19 @@ def test_silent_strangers_keep_nobody_out_and_the_oldest_has_to_leave(
         newcomer.open(grant)
         newcomer.close()
         assert is_turned_away(strangers[1])
+
+
+def test_who_fills_the_places_of_tcp_keeps_nobody_from_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinstage.transfer.callers.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("twinstage.transfer.callers.MAX_HANDSHAKES", 1)
+    with open_ends("both") as ends, contextlib.ExitStack() as stack:
+        by_transport = {endpoint.transport: endpoint for endpoint in ends.receiver.endpoints}
+        grants = [replace(ends.grant((block,)), endpoints=(by_transport["tcp"],)) for block in (4, 5)]
+        stack.enter_context(raw_sender(ends, grants[0]))
+        with pytest.raises(TransferError):
+            RawSender(grants[1], block_bytes=BLOCK)
+        newcomer = stack.enter_context(raw_sender(ends, replace(ends.grant((6,)), endpoints=(by_transport["shm"],))))
+        assert newcomer.channel.transport == "shm"
 
 
 def is_turned_away(connection: socket.socket) -> bool:

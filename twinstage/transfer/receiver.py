@@ -202,7 +202,7 @@ class KvReceiver:
         thread = threading.Thread(
             target=self._serve, args=(stream, transport), name=f"kv-receiver-{transport}", daemon=True
         )
-        if not self._callers.arrive(thread, stream):
+        if not self._callers.arrive(thread, stream, transport):
             logger.warning("a kv sender was turned away: too many connections", limit=MAX_CONNECTIONS)
             stream.close()
             return
