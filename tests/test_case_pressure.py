@@ -199,13 +199,19 @@ def test_c11_cancelled_prompts_do_not_hold_up_the_next_one(service: Service) -> 
     for call in [service.generation.Generate.future(request, timeout=60) for request in long]:
         call.result(60)
     all_long_s = time.monotonic() - started_s
-    calls = [service.generation.Generate.future(request, timeout=60) for request in long]
-    time.sleep(min(0.1, all_long_s / 5))
-    for call in calls:
-        call.cancel()
-    after_s = _time_of(service, short)
-    # Two times the idle one and a chunk, where nothing else disturbs; what is left of the long ones takes far longer.
+
+    def after_cancelled() -> float:
+        calls = [service.generation.Generate.future(request, timeout=60) for request in long]
+        time.sleep(min(0.1, all_long_s / 5))
+        for call in calls:
+            call.cancel()
+        return _time_of(service, short)
+
+    # Two times the idle one and a chunk, where nothing else disturbs; what is left of the long ones takes far longer,
+    # every time, while a busy machine holds the short one up now and then.
+    after_s = min(after_cancelled() for _ in range(3))
     assert after_s < max(3 * idle_s, all_long_s / 3), (idle_s, all_long_s)
+    service.wait_idle()
 
 
 def _time_of(service: Service, request: generation_pb2.GenerateRequest) -> float:
