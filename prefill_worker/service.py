@@ -37,12 +37,14 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         self, requests: AsyncIterator[worker_pb2.PrefillRequest], context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         worker = cast("PrefillWorker", self._worker(Task.GENERATE))
+        # A call that ends before its request is read is an internal error to the client's gRPC, whatever its status.
         request = await anext(requests, worker_pb2.PrefillRequest())
-        spec = sequence_spec_from_proto(request.sequence)
-        if request.grant_follows:  # the decode worker is still reserving
-            request = await anext(requests, request)
-            if not request.HasField("grant"):
-                raise InvalidRequest([FieldViolation("grant", "was to follow the request, and did not")])
+        async with worker.arrivals.waiting():
+            spec = sequence_spec_from_proto(request.sequence)
+            if request.grant_follows:  # the decode worker is still reserving
+                request = await anext(requests, request)
+                if not request.HasField("grant"):
+                    raise InvalidRequest([FieldViolation("grant", "was to follow the request, and did not")])
         grant = kv_grant_from_proto(request.grant) if request.HasField("grant") else None
         async with aclosing(worker.prefill(spec, grant)) as events:
             async for event in events:

@@ -1,5 +1,6 @@
 """A prefill worker for a generative model: from a prompt to its first token and to KV blocks on a decode worker.
 
+    arrivals    calls whose grant is still to come; not yet requests
     QUEUED      in the engine's queue; the connection to the decode worker is being made
     COMPUTING   chunk by chunk; finished blocks are already on their way
     SENDING     the first token has gone to the router; the rest of the blocks, the commit, the acknowledgement
@@ -18,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 
+from prefill_worker.arrivals import Arrivals
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
 from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest, check_fits
@@ -33,10 +35,9 @@ from twinstage.lifecycle import CancelledOutcome, Failed, Finished, Outcome, Pre
 from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.sender import KvSender
-from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
+from twinstage.transfer.values import HandoverDone, HandoverFailed, TransferOutcome
 from twinstage.types import (
     KvGrant,
-    ProducedToken,
     RequestId,
     Role,
     SequenceSpec,
@@ -75,6 +76,7 @@ class PrefillWorker:
         self._serial = 0
         self._finished = 0
         self._door = Door("prefill worker")
+        self.arrivals = Arrivals(self._door, enter=self._check_room, on_change=self._count_changed)
         self._idle = asyncio.Event()
         self._idle.set()
         parts.pool.add_free_listener(lambda: self._call_soon(self.loads.changed))
@@ -100,9 +102,7 @@ class PrefillWorker:
             self._end(request, CancelledOutcome())
 
     def _admit(self, spec: SequenceSpec, grant: KvGrant | None) -> PrefillRequest:
-        self._door.enter()
-        if len(self._requests) >= MAX_REQUESTS:
-            raise Overloaded(f"this prefill worker has {MAX_REQUESTS} requests already")
+        self._check_room()
         check_sequence(spec, self.description.model)
         check_fits(spec, grant, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
         self._serial += 1
@@ -118,6 +118,15 @@ class PrefillWorker:
         self._idle.clear()
         self._engine.submit(partial(self._add, request.key, spec, request.handoff))
         return request
+
+    def _check_room(self) -> None:
+        self._door.enter()
+        if self._num_unfinished >= MAX_REQUESTS:
+            raise Overloaded(f"this prefill worker has {MAX_REQUESTS} requests already")
+
+    @property
+    def _num_unfinished(self) -> int:
+        return len(self._requests) + len(self.arrivals)
 
     # --- on the engine thread ------------------------------------------------------------------------
 
@@ -179,7 +188,7 @@ class PrefillWorker:
             request.lifecycle.advance(PrefillPhase.SENDING)
             # The last blocks are copied and checked on the cores that take the first token to the client, so they are
             # sent behind it: whoever reads the events was woken before, and has written it by then.
-            self._loop.call_soon(_complete, request.handoff, computed, chunk.tokens[-1])
+            self._loop.call_soon(request.handoff.complete, computed, chunk.tokens[-1])
 
     def _transfer_ended(self, request: PrefillRequest, outcome: TransferOutcome) -> None:
         request.transfer_open = False
@@ -226,9 +235,11 @@ class PrefillWorker:
 
     def _forget(self, key: RequestId) -> None:
         del self._requests[key]
+        self._count_changed()
+
+    def _count_changed(self) -> None:
         self.loads.changed()
-        if not self._requests:
-            self._idle.set()
+        (self._idle.clear if self._num_unfinished else self._idle.set)()
 
     def reset_prefix_cache(self) -> int:
         """Forget what is in the KV blocks; returns of how many."""
@@ -245,7 +256,7 @@ class PrefillWorker:
             waiting_tokens=load.waiting_tokens,
             finished=self._finished,
             draining=self._door.is_closed,
-            unfinished=len(self._requests),
+            unfinished=self._num_unfinished,
         )
 
     # --- the end -------------------------------------------------------------------------------------
@@ -253,6 +264,7 @@ class PrefillWorker:
     def begin_drain(self, *, for_good: bool = False, fault: str = "") -> None:
         """Take nothing new from now on."""
         self._door.close(for_good=for_good, fault=fault)
+        self.arrivals.end_all()
         self.loads.changed()
 
     def end_drain(self) -> None:
@@ -266,7 +278,8 @@ class PrefillWorker:
 
     async def wait_idle(self) -> None:
         """Return when nothing runs and nothing is being freed any more."""
-        await self._idle.wait()
+        while self._num_unfinished:  # a call that leaves the arrivals may become a request in the same moment
+            await self._idle.wait()
 
     def end_streams(self) -> None:
         """Let the streams end that have no end of their own."""
@@ -282,16 +295,3 @@ class PrefillWorker:
         self._sender.close()
         self._engine.stop()
         return self._parts.close()
-
-
-def _complete(handoff: Handoff, computed: ComputedChunk, token: ProducedToken) -> None:
-    """The prompt is computed, and the generation goes on elsewhere: hand over what is left."""
-    handoff.advance(computed)
-    handoff.commit(
-        HandoverCommit(request_id=_wire_id(computed.request_id), num_tokens=computed.total_tokens, token=token)
-    )
-
-
-def _wire_id(key: RequestId) -> RequestId:
-    """The id by which router and decode worker know the request."""
-    return RequestId(key.rpartition("#")[0])

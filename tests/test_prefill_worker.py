@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from prefill_worker.embedding import EmbeddingWorker
 from prefill_worker.events import FirstToken, HandedOver
 from prefill_worker.handoff import Handoff
-from prefill_worker.service import PrefillServicer
+from prefill_worker.service import PrefillServicer, add_services
 from prefill_worker.worker import PrefillWorker
 from twinstage.engine.core import ComputedChunk
 from twinstage.errors import (
@@ -30,7 +30,10 @@ from twinstage.errors import (
     Overloaded,
     TransferError,
 )
+from twinstage.rpc.clients import WorkerConnection
 from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_to_proto
+from twinstage.rpc.prefill_call import PrefillCall
+from twinstage.rpc.server import bind, create_server
 from twinstage.rpc.worker_service import Loading
 from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFailed, TransferOutcome
 from twinstage.types import (
@@ -477,6 +480,76 @@ async def test_nothing_is_computed_or_held_before_the_grant_that_follows() -> No
         says.put_nowait(prompt)
         says.put_nowait(worker_pb2.PrefillRequest(grant=kv_grant_to_proto(_grant(5))))
         assert (await first_event()).first_token.chunk.tokens[0].id == next_token(_spec(18).prompt_token_ids)
+
+
+@asynccontextmanager
+async def _served(worker: PrefillWorker) -> AsyncIterator[WorkerConnection]:
+    """The worker behind a real server."""
+    loading: Loading[PrefillWorker | EmbeddingWorker] = Loading()
+    loading.set(worker)
+    server = create_server()
+    add_services(server, loading)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    connection = WorkerConnection(f"127.0.0.1:{port}")
+    try:
+        yield connection
+    finally:
+        await connection.close()
+        await server.stop(None)
+
+
+async def _until_unfinished(worker: PrefillWorker, count: int) -> None:
+    async with asyncio.timeout(5), aclosing(worker.loads.watch(30.0)) as loads:
+        while (await anext(loads)).unfinished != count:
+            pass
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+async def test_a_call_without_its_grant_is_the_workers_until_it_drains(
+    for_good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefill_worker.worker.MAX_REQUESTS", 2)
+    async with _bench() as bench, _served(bench.worker) as connection, AsyncExitStack() as stack:
+
+        def start() -> PrefillCall:
+            call = connection.prefill(_spec(18), None, timeout_s=60, grant_follows=True)
+            return stack.enter_context(call)
+
+        async def unfinished() -> int:
+            return (await anext(bench.worker.loads.watch(1.0))).unfinished
+
+        async def without_grant(call: PrefillCall) -> None:
+            async with asyncio.timeout(5), call.unless_over():
+                await asyncio.Event().wait()
+
+        calls = [start(), start()]
+        await _until_unfinished(bench.worker, 2)
+        with pytest.raises(Overloaded):
+            await without_grant(start())
+        calls[0].give(_grant(5))
+        await calls[0].first_token()
+        assert await unfinished() == 2, "one computes and one waits"
+        bench.worker.begin_drain(for_good=for_good)
+        with pytest.raises(Draining):
+            await without_grant(calls[1])
+        assert await unfinished() == 1
+        with pytest.raises(Draining):
+            await without_grant(start())
+        bench.sender.transfers[0].end(HandoverDone(transport="tcp", kv_bytes=1, seconds=0.1))
+        await calls[0].handed_over()
+        await bench.all_blocks_free()
+
+
+async def test_a_call_that_ends_without_its_grant_leaves_an_idle_worker() -> None:
+    async with _bench() as bench, _served(bench.worker) as connection:
+        with connection.prefill(_spec(18), None, timeout_s=60, grant_follows=True):
+            await _until_unfinished(bench.worker, 1)
+            idle = asyncio.create_task(bench.worker.wait_idle())
+            await asyncio.sleep(0.05)
+            assert not idle.done()
+        async with asyncio.timeout(5):
+            await idle
 
 
 async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:
