@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from twinstage.errors import KvExhausted, NoWorker, PoisonedRequest, StreamBroke
 from twinstage.telemetry.log import get_logger
 from twinstage.types import RequestId, Role, WorkerId
 
+MAX_DEAD = 256
 PROBATION_WAIT_S = 5.0  # then a suspect goes on beside another one that takes so long
 
 logger = get_logger(__name__)
@@ -47,10 +49,14 @@ class FailoverPolicy:
 
 @dataclass(slots=True, eq=False)
 class _Turns:
-    """Of the suspects of one model. `computing`: those that compute, in their turn or tired of waiting for it."""
+    """Of the suspects of one model. `computing`: those that compute, in their turn or tired of waiting for it.
+
+    `dead`: lives of workers that ended while somebody computed there, the latest ones.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     computing: set[Trial] = field(default_factory=set)
+    dead: deque[WorkerKey] = field(default_factory=lambda: deque(maxlen=MAX_DEAD))
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +85,13 @@ class Trial:
         self._turns.computing.add(self)
 
     def computing(self, worker: WorkerKey) -> None:
-        """From now on the request may be what kills `worker`."""
-        self.exposed.add(worker)
+        """From now on the request may be what kills `worker`, unless that is dead already and not yet known to be."""
+        if worker not in self._turns.dead:
+            self.exposed.add(worker)
+
+    def killed(self, workers: Iterable[WorkerKey]) -> None:
+        """These died while they computed for the request."""
+        self._turns.dead.extend(worker for worker in workers if worker not in self._turns.dead)
 
     def left(self, worker: WorkerKey) -> None:
         """The worker is done with the request."""
@@ -142,6 +153,7 @@ class Attempts:
         died = failed.workers & trial.exposed if is_lost else frozenset()
         if not died:
             return
+        trial.killed(died)
         self.suspected_on = Role.DECODE if decode in died else Role.PREFILL
         # A poison kills at the same point again; a worker of either role is what accidents take, too.
         took = self._took.setdefault(self.suspected_on, [])

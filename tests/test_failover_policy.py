@@ -93,11 +93,14 @@ async def test_an_innocent_request_may_see_as_many_deaths_as_a_poison_in_company
             failure = AttemptFailed(WorkerLost("gone"), frozenset({key}))
             attempts.failed(failure, trial, decode=key, tokens=3)
     assert attempts.failures == 2
+    restarted = WorkerKey(WorkerId("a"), 2)
     with probation.trial("model", attempts.suspected_on) as trial:
         await trial.turn()
-        trial.computing(worker)
+        trial.computing(restarted)
         with pytest.raises(PoisonedRequest):
-            attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({worker})), trial, decode=worker, tokens=3)
+            attempts.failed(
+                AttemptFailed(WorkerLost("gone"), frozenset({restarted})), trial, decode=restarted, tokens=3
+            )
 
 
 async def test_a_death_on_each_leg_is_an_accident_twice() -> None:
@@ -109,6 +112,20 @@ async def test_a_death_on_each_leg_is_an_accident_twice() -> None:
             trial.computing(key)
             attempts.failed(AttemptFailed(WorkerLost("gone"), frozenset({key})), trial, decode=decode, tokens=3)
             assert trial.is_alone == (key is decode)
+
+
+async def test_a_death_counts_once_though_its_news_are_late() -> None:
+    """The next suspect is placed on the worker that has just died: nobody has told the table of workers yet."""
+    worker, probation = WorkerKey(WorkerId("w"), 1), Probation()
+    lost = AttemptFailed(WorkerLost("gone"), frozenset({worker}))
+    suspect = Attempts(FailoverPolicy(), request_id=RequestId("r"))
+    for is_first in (True, False):
+        with probation.trial("model", suspect.suspected_on) as trial:
+            await trial.turn()
+            trial.computing(worker)
+            suspect.failed(lost, trial, decode=worker, tokens=0)
+            assert bool(trial.exposed) == is_first
+    assert suspect.failures == 2
 
 
 async def test_suspects_have_their_turn_one_after_the_other() -> None:
