@@ -56,7 +56,8 @@ def error_of(error: grpc.RpcError, address: str, *, began: bool = False) -> Twin
         answer = "the answer is not complete" if began else "the request may have been served"
         return Unavailable(f"the connection to the router at {address} broke off ({details}); {answer}")
     if code is grpc.StatusCode.UNAVAILABLE:
-        speaks_otherwise = "Socket closed" in details  # it took the connection, and not what was said
+        # It took the connection, and not what was said.
+        speaks_otherwise = any(words in details for words in ("Socket closed", "Connection reset"))
         advice = "does it speak TLS?" if speaks_otherwise else "check the address, or run: twinstage serve"
         return Unavailable(f"no router answers at {address} ({details}); {advice}")
     error_class = _TRANSPORT_ERRORS.get(code, InternalError)
