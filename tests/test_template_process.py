@@ -55,8 +55,9 @@ async def test_errors_of_templates_come_back() -> None:
 
 
 async def test_a_render_that_is_given_up_leaves_no_process() -> None:
+    others = _children()
     rendering = asyncio.create_task(TemplateProcesses(limits=ProcessLimits()).render(BUNDLE, _prompt(ENDLESS)))
-    children = await _first_children()
+    children = await _new_children(others)
     rendering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rendering
@@ -83,11 +84,12 @@ async def test_a_render_that_is_given_up_ends_while_its_output_waits(monkeypatch
     assert rendering.cancelled()
 
 
-async def _first_children() -> set[str]:
+async def _new_children(others: set[str]) -> set[str]:
+    """Children of this process as soon as there are some besides `others`, which are those of fixtures."""
     found: set[str] = set()
 
     async def look() -> None:
-        while not (children := _children()):  # noqa: ASYNC110 - nobody tells when a process begins
+        while not (children := _children() - others):  # noqa: ASYNC110 - nobody tells when a process begins
             await asyncio.sleep(0.01)
         found.update(children)
 
@@ -124,8 +126,9 @@ async def test_too_many_are_refused() -> None:
 async def test_the_process_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a template that got out of the sandbox would find."""
     monkeypatch.setenv("TWINSTAGE_TEST_SECRET", "secret")
+    others = _children()
     rendering = asyncio.create_task(TemplateProcesses(limits=ProcessLimits()).render(BUNDLE, _prompt(ENDLESS)))
-    children = await _first_children()
+    children = await _new_children(others)
     await asyncio.sleep(0.2)  # it has begun another program by then
     environments = [_environment(child) for child in children]
     rendering.cancel()
