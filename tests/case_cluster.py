@@ -79,6 +79,14 @@ class CaseCluster:
         module = "router" if name.startswith("router") else "faulty_worker"
         life = sum(process.name.startswith(name) for process in self.processes.processes)
         self.by_name[name] = self.processes.launch(module, f"{name}.{life}", *flags)
+        self.by_name[name].address = dead.address  # known at once: it may die again before anybody saw it ready
+
+    def revive(self) -> list[str]:
+        """Start all again that has ended, so that one failure does not become many. Returns who had."""
+        dead = [name for name, process in self.by_name.items() if process.process.poll() is not None]
+        for name in dead:
+            self.restart(name)
+        return dead
 
     def workers_of(self, transport: str) -> list[str]:
         decode = [name for name in self._flags if name.startswith(transport)]

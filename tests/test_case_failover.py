@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.xdist_group("cases"), pytest.mark.timeout(150)]
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
 LATE_S = 1.5  # more than any bound here, for a machine that others use as well
+SLOW = (MARK, Wrong.SLOW_DECODE)  # no machine is too fast for the fault to hit in the middle
 _salts = itertools.count(1)
 
 
@@ -54,9 +55,11 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 def cluster(shared: CaseCluster, transport: str) -> Iterator[CaseCluster]:
     """The cluster; afterwards all is as it was."""
     yield shared
+    dead = shared.revive()
     shared.processes.wait_ready(*shared.by_name.values())
     shared.wait_ready(transport)
     shared.wait_idle(*shared.workers_of(transport))
+    assert not dead
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +125,7 @@ def undisturbed(
 
 def _many_kinds(cluster: CaseCluster, transport: str) -> list[generation_pb2.GenerateRequest]:
     """Requests of 400 tokens with everything that a break in the middle could spoil."""
-    plain, seeded = fresh(40), fresh(70)
+    plain, seeded = fresh(40, marks=SLOW), fresh(70)
     whole = undisturbed(cluster, transport, [request(plain, max_tokens=400)])[0].text
     far = whole[-25:-13]  # may occur before; then it ends there, with and without a break
     return [
@@ -237,7 +240,8 @@ async def _handed_over(prefill: WorkerConnection, spec: SequenceSpec, grant: KvG
 
 def _in_every_phase() -> list[generation_pb2.GenerateRequest]:
     """Some are computed and handed over while others decode."""
-    return [request(fresh(length), max_tokens=600, seed=length) for length in (20, 60, 500, 700, 900, 1100)]
+    lengths = (20, 60, 500, 700, 900, 1100)
+    return [request(fresh(length, marks=SLOW), max_tokens=600, seed=length) for length in lengths]
 
 
 @BOTH
@@ -261,7 +265,7 @@ def test_c3_router_dies_between_the_legs(cluster: CaseCluster, transport: str) -
 @BOTH
 def test_c3_router_is_stopped_and_goes_on(cluster: CaseCluster, transport: str) -> None:
     """Workers free what a silent router holds within the lease; when it speaks again, its streams go on elsewhere."""
-    requests = [request(fresh(50), max_tokens=2400, seed=1)]  # which take longer than the lease
+    requests = [request(fresh(50, marks=SLOW), max_tokens=800, seed=1)]  # which take longer than the lease
     expected = undisturbed(cluster, transport, requests)
     streams = Streams(cluster, transport, requests)
     streams.wait_tokens(20)
@@ -312,7 +316,7 @@ def test_c8_prefill_fails_inside_the_forward_pass(cluster: CaseCluster, transpor
 def test_c9_prefill_killed_and_restarted_at_the_same_address(cluster: CaseCluster, transport: str) -> None:
     decode = {name: cluster.by_name[name].pid for name in (f"{transport}-0", f"{transport}-1")}
     with cluster.stub(transport) as stub:
-        call = stub.Generate.future(request(fresh(900), max_tokens=20), timeout=60)
+        call = stub.Generate.future(request(fresh(900, marks=(MARK, Wrong.SLOW_PREFILL)), max_tokens=20), timeout=60)
         wait_until(
             lambda: any(cluster.load(name)[0].running for name in ("prefill-0", "prefill-1")),
             timeout_s=10,
