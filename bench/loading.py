@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
+
 from bench.pausing import awake
 from twinstage.bench import LoadOptions, LoadResult, Protocol, TokenRange, run_load
 from twinstage.errors import InternalError
+from twinstage.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
     from bench.peers.servers import PeerServer
@@ -20,6 +24,7 @@ TOKENS = TokenRange(128, 128)
 SLOTS, CONTEXT = 16, 512  # requests that a peer's server has room for at once, and tokens of each
 _WARM_TOKENS, _TRIAL_TOKENS = TokenRange(8, 8), TokenRange(64, 64)
 _VOCABULARY = 49_152
+_READY_S = 30.0
 QUANTITIES: Mapping[str, tuple[str, Callable[[LoadResult], float]]] = {
     "output": ("tokens/s", lambda result: result.output_tokens_per_s),
     "time to first token p50": ("ms", lambda result: 1e3 * result.ttft.p50_s if result.ttft else 0.0),
@@ -56,6 +61,8 @@ class Server:
             vocabulary_size=_VOCABULARY,
             prompt_seed=prompt_seed,
         )
+        if self.protocol is Protocol.TWINSTAGE:
+            wait_all_ready(self.address)
         with awake(self.process) if self.process is not None else nullcontext():
             result = asyncio.run(run_load(options))
         if result.requests.failed or result.ttft is None or result.itl is None:
@@ -71,3 +78,19 @@ class Server:
     def warm(self) -> None:
         """A few short requests, so that what is done once is done. Raises InternalError."""
         self.load(concurrency=4, requests=4, prompt_seed=99, output=_WARM_TOKENS)
+
+
+def wait_all_ready(address: str) -> None:
+    """Return once a router can use all of its workers; peers may have kept every core from them for many seconds.
+
+    Raises InternalError when that takes long.
+    """
+    deadline_s = time.monotonic() + _READY_S
+    with grpc.insecure_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        while time.monotonic() < deadline_s:
+            workers = stub.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=_READY_S).workers
+            if workers and all(worker.state == admin_pb2.WORKER_STATE_READY for worker in workers):
+                return
+            time.sleep(0.05)
+    raise InternalError(f"not all workers of the router at {address} were ready within {_READY_S:g} s")
