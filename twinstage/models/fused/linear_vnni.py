@@ -10,7 +10,7 @@ from typing import Any
 
 from twinstage.models.fused.affine import GROUP, group_bytes
 from twinstage.models.fused.intrinsics import kernel, load_f32
-from twinstage.models.fused.tiles_vnni import PANEL, TILES, make_tile, quantize_row
+from twinstage.models.fused.tiles_vnni import CACHE_LINE, PANEL, TILES, make_tile, quantize_row
 
 _BLOCK_ROWS = 128  # quantized at a time: they stay in the second-level cache beside a panel
 _ROWS_OF_A_PART = 48  # fewer rows than this for each thread, and threads share panels instead
@@ -30,16 +30,16 @@ def _q_stride_python(k: int) -> int:
 _q_stride = kernel(_q_stride_python)
 
 
-def _make_rows_of(tile_rows: tuple[int, ...]) -> Any:
+def _make_rows_of(tile_rows: tuple[int, ...], *, prefetches: bool) -> Any:
     """A kernel that computes any number of rows of one panel with tiles of the given sizes, largest first."""
     rows_of_tile = tile_rows[0]
-    tile = make_tile(rows_of_tile)
-    rest = _make_rows_of(tile_rows[1:]) if len(tile_rows) > 1 else None
+    tile = make_tile(rows_of_tile, prefetches=prefetches)
+    rest = _make_rows_of(tile_rows[1:], prefetches=prefetches) if len(tile_rows) > 1 else None
 
     if rest is None:
 
         @kernel
-        def smallest(q, q_stride, scales, scales_stride, rows, weight, groups, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+        def smallest(q, q_stride, scales, scales_stride, rows, weight, groups, y, y_stride, accumulate, ahead, lines):  # type: ignore[no-untyped-def]
             for row in range(rows):
                 tile(
                     q + row * q_stride,
@@ -51,12 +51,15 @@ def _make_rows_of(tile_rows: tuple[int, ...]) -> Any:
                     y + row * y_stride,
                     y_stride,
                     accumulate,
+                    ahead,
+                    lines,
                 )
+                ahead += lines * groups * CACHE_LINE
 
         return smallest
 
     @kernel
-    def rows_of(q, q_stride, scales, scales_stride, rows, weight, groups, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    def rows_of(q, q_stride, scales, scales_stride, rows, weight, groups, y, y_stride, accumulate, ahead, lines):  # type: ignore[no-untyped-def]
         row = 0
         while row + rows_of_tile <= rows:
             tile(
@@ -69,8 +72,13 @@ def _make_rows_of(tile_rows: tuple[int, ...]) -> Any:
                 y + row * y_stride,
                 y_stride,
                 accumulate,
+                ahead,
+                lines,
             )
             row += rows_of_tile
+            ahead += lines * groups * CACHE_LINE
+            if ahead >= weight + 2 * groups * _GROUP_BYTES:
+                lines = 0
         if row < rows:
             rest(
                 q + row * q_stride,
@@ -83,12 +91,15 @@ def _make_rows_of(tile_rows: tuple[int, ...]) -> Any:
                 y + row * y_stride,
                 y_stride,
                 accumulate,
+                ahead,
+                lines,
             )
 
     return rows_of
 
 
-_rows_of_panel = _make_rows_of(TILES)
+_rows_of_panel = _make_rows_of(TILES, prefetches=True)
+_few_rows_of_panel = _make_rows_of(TILES, prefetches=False)
 
 
 @kernel
@@ -99,19 +110,23 @@ def _block(x, x_stride, num_rows, weight, unit, k, first_panel, end_panel, y, y_
     scales = scratch + _BLOCK_ROWS * q_stride
     for row in range(num_rows):
         quantize_row(x + row * x_stride * 4, scratch + row * q_stride, scales + row * groups * 8, groups, unit)
+    if num_rows <= TILES[0]:  # faster than memory anyway, and the hardware follows the one run
+        for panel in range(first_panel, end_panel):
+            _few_rows_of_panel(
+                scratch, q_stride, scales, groups * 8, num_rows, weight + panel * groups * _GROUP_BYTES, groups,
+                y + panel * PANEL * 4, y_stride * 4, accumulate, 0, 0,
+            )  # fmt: skip
+        return
+    # Every tile of a panel asks for its share of the next panel, which comes from memory while this one is computed.
+    num_tiles = (num_rows + TILES[0] - 1) // TILES[0]
+    share = (_GROUP_BYTES // CACHE_LINE + num_tiles - 1) // num_tiles
     for panel in range(first_panel, end_panel):
+        own = weight + panel * groups * _GROUP_BYTES
         _rows_of_panel(
-            scratch,
-            q_stride,
-            scales,
-            groups * 8,
-            num_rows,
-            weight + panel * groups * _GROUP_BYTES,
-            groups,
-            y + panel * PANEL * 4,
-            y_stride * 4,
-            accumulate,
-        )
+            scratch, q_stride, scales, groups * 8, num_rows, own, groups,
+            y + panel * PANEL * 4, y_stride * 4, accumulate,
+            own + groups * _GROUP_BYTES, share if panel + 1 < end_panel else 0,
+        )  # fmt: skip
 
 
 @kernel

@@ -33,16 +33,19 @@ _FLOATS = ir.VectorType(F32, LANES)
 _INTS = ir.VectorType(I32, LANES)
 _BYTES = ir.VectorType(I8, LANES)
 _HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
+CACHE_LINE = 64  # bytes
 _ROUNDING = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
 _LARGEST = 127.0
 _SMALLEST = 1e-30  # a group whose magnitudes are all below counts as zero: 127 / magnitude must be finite
 
 
-def make_tile(rows: int) -> Any:
-    """An intrinsic `tile(q, q_stride, scales, scales_stride, weight, groups, y, y_stride, accumulate)`; all int64.
+def make_tile(rows: int, *, prefetches: bool) -> Any:
+    """An intrinsic `tile(q, q_stride, scales, scales_stride, weight, groups, y, y_stride, accumulate, ahead, lines)`.
 
-    `q` is int8 `[rows][groups * GROUP]`, `scales` float32 `[rows][groups][2]` as `quantize_row` writes them, `weight`
-    one panel, `y` float32 `[rows][PANEL]`, which it sets, or adds to when `accumulate` is 1. Strides are in bytes.
+    All are int64. `q` is int8 `[rows][groups * GROUP]`, `scales` float32 `[rows][groups][2]` as `quantize_row` writes
+    them, `weight` one panel, `y` float32 `[rows][PANEL]`, which it sets, or adds to when `accumulate` is 1. Strides are
+    in bytes. A tile that `prefetches` asks, with each group, for `lines` cache lines from `ahead` on, the weights that
+    come next, so that they come from memory while it computes; another one has no use for the two.
     """
 
     def tile(
@@ -56,13 +59,16 @@ def make_tile(rows: int) -> Any:
         y: Any,
         y_stride: Any,
         accumulate: Any,
+        ahead: Any,
+        lines: Any,
     ) -> tuple[Any, Any]:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-            name = f"twinstage_tile_vnni_{rows}"
-            builder.call(_function(builder.module, name, 9, lambda made: _Tile(made, rows).build()), arguments)
+            name = f"twinstage_tile_vnni_{rows}{'_ahead' * prefetches}"
+            tile = _function(builder.module, name, 11, lambda made: _Tile(made, rows, prefetches=prefetches).build())
+            builder.call(tile, arguments)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 11), generate
 
     return intrinsic(tile)
 
@@ -140,6 +146,12 @@ class _Builder(ir.IRBuilder):  # type: ignore[misc]
     def reduced(self, operation: str, vector: ir.Value) -> ir.Value:
         return self.external(f"llvm.vector.reduce.{operation}.v{LANES}i32", ir.FunctionType(I32, [_INTS]), [vector])
 
+    def prefetch(self, address: ir.Value) -> None:
+        """To the second-level cache: what is meant is used next, but more than the first one holds."""
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        hints = [ir.Constant(I32, value) for value in (0, 2, 1)]  # for reading; second level; data
+        self.external("llvm.prefetch.p0i8", kind, [self.inttoptr(address, I8.as_pointer()), *hints])
+
     def loop(self, stop: ir.Value, carried: list[ir.Value], body: Any) -> list[ir.Value]:
         """`body(index, carried) -> carried` for 0 .. stop - 1, with vectors in registers. Runs at least once."""
         before = self.block
@@ -163,10 +175,12 @@ class _Builder(ir.IRBuilder):  # type: ignore[misc]
 class _Tile:
     """Writes the body of one tile."""
 
-    def __init__(self, function: ir.Function, rows: int) -> None:
+    def __init__(self, function: ir.Function, rows: int, *, prefetches: bool) -> None:
         self._rows = rows
+        self._prefetches = prefetches
         self._b = b = _Builder(function)
-        q, q_stride, scales, scales_stride, self._weight, self._groups, y, y_stride, self._accumulate = function.args
+        q, q_stride, scales, scales_stride, self._weight, self._groups, y, y_stride, *others = function.args
+        self._accumulate, self._ahead, self._lines = others
         self._q, self._scales, self._y = (
             [b.add(base, b.mul(stride, _i64(row))) for row in range(rows)]
             for base, stride in ((q, q_stride), (scales, scales_stride), (y, y_stride))
@@ -180,6 +194,8 @@ class _Tile:
     def _one_group(self, group: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         b = self._b
         weight = b.step(self._weight, group, group_bytes(PANEL))
+        if self._prefetches:
+            self._prefetch(group)
         dots = self._dots(group, weight)
         scales = [self._half_floats(weight, GROUP * PANEL + 2 * LANES * half) for half in range(_HALVES)]
         minima = [self._half_floats(weight, (GROUP + 2) * PANEL + 2 * LANES * half) for half in range(_HALVES)]
@@ -192,6 +208,17 @@ class _Tile:
                 shifted = b.fused(minima[half], total, sums[index])
                 results.append(b.fused(b.sitofp(dots[index], _FLOATS), b.fmul(scale, scales[half]), shifted))
         return results
+
+    def _prefetch(self, group: ir.Value) -> None:
+        b = self._b
+        first = b.add(self._ahead, b.mul(b.mul(group, self._lines), _i64(CACHE_LINE)))
+
+        def one_line(index: ir.Value, _carried: list[ir.Value]) -> list[ir.Value]:
+            b.prefetch(b.step(first, index, CACHE_LINE))
+            return []
+
+        with b.if_then(b.icmp_signed(">", self._lines, _i64(0))):
+            b.loop(self._lines, [], one_line)
 
     def _dots(self, group: ir.Value, weight: ir.Value) -> list[ir.Value]:
         """The dot products of a group: int32 vectors `[rows * _HALVES]`."""
