@@ -1,0 +1,84 @@
+"""Admitting one request whose fields were checked: tokenize, check the length, resolve every default."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Executor
+
+from router.admission.defaults import resolve_max_tokens, resolve_sampling
+from router.admission.prompts import check_length, field_of, tokenize, tokenize_rendered
+from router.worker_entry import ServedModel
+from twinstage.text.template_process import TemplateProcesses
+from twinstage.types import (
+    AdmittedRequest,
+    ChatPrompt,
+    Prompt,
+    RawGenerationRequest,
+    RequestId,
+    SequenceSpec,
+    TextOptions,
+    TokenPrompt,
+)
+
+
+class Admission:
+    """Admits requests; tokenizes in `executor`, off the event loop, and renders requests' own templates elsewhere."""
+
+    def __init__(self, executor: Executor, templates: TemplateProcesses | None = None) -> None:
+        self._executor = executor
+        self._templates = templates or TemplateProcesses()
+
+    async def admit(
+        self, raw: RawGenerationRequest, model: ServedModel, *, request_id: str, arrived_s: float, deadline_s: float
+    ) -> AdmittedRequest:
+        """Tokenize, check the length, resolve every default. The fields were checked by `check_fields`.
+
+        Times are readings of the loop's clock. Raises InvalidRequest.
+        """
+        assert raw.prompt is not None
+        started_s = time.monotonic()
+        token_ids = await self._token_ids(raw.prompt, model)
+        tokenize_s = time.monotonic() - started_s
+        limit = model.description.max_model_len
+        check_length(field_of(raw.prompt), len(token_ids), stopping=raw.stopping, limit=limit)
+        return AdmittedRequest(
+            spec=_resolve_spec(raw, model, request_id=RequestId(request_id), token_ids=token_ids),
+            model=model.name,
+            text=TextOptions(
+                stop=raw.stopping.stop,
+                include_stop_str_in_output=raw.stopping.include_stop_str_in_output,
+                skip_special_tokens=raw.output.skip_special_tokens,
+                return_token_ids=raw.output.return_token_ids,
+            ),
+            arrived_s=arrived_s,
+            deadline_s=deadline_s,
+            tokenize_s=tokenize_s,
+            time_limit_s=raw.stopping.time_limit_s,
+        )
+
+    async def _token_ids(self, prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
+        if isinstance(prompt, TokenPrompt):  # nothing to do, so nothing to wait for
+            return prompt.token_ids
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, ChatPrompt) and prompt.chat_template:
+            text = await self._templates.render(model.tokenizer.bundle, prompt)
+            return await loop.run_in_executor(self._executor, tokenize_rendered, prompt, text, model)
+        return await loop.run_in_executor(self._executor, tokenize, prompt, model)
+
+
+def _resolve_spec(
+    raw: RawGenerationRequest, model: ServedModel, *, request_id: RequestId, token_ids: tuple[int, ...]
+) -> SequenceSpec:
+    end_of_sequence = () if raw.stopping.ignore_eos else model.description.eos_token_ids
+    return SequenceSpec(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        sampling=resolve_sampling(raw.sampling, model),
+        max_tokens=resolve_max_tokens(raw, model),
+        min_tokens=raw.stopping.min_tokens or 0,
+        stop_token_ids=frozenset(end_of_sequence) | frozenset(raw.stopping.stop_token_ids),
+        logprobs=raw.output.logprobs,
+        priority=raw.priority,
+        cache_salt=raw.cache_salt,
+    )

@@ -1,0 +1,76 @@
+"""What a field that is left out means: the model's own default (generation_config.json), and failing that the API's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from router.worker_entry import ServedModel
+from twinstage.types import (
+    ChatPrompt,
+    Prompt,
+    RawGenerationRequest,
+    RawSampling,
+    SamplingParameters,
+    TextPrompt,
+    TokenPrompt,
+)
+
+DEFAULT_MAX_TOKENS = 16  # of Generate; Chat goes on to the context limit
+CHARACTERS_PER_TOKEN = 4  # about as many in English
+
+Number = TypeVar("Number", int, float)
+
+
+def resolve_sampling(raw: RawSampling, model: ServedModel) -> SamplingParameters:
+    """Request, then the model's own default, then the API's."""
+    defaults = model.tokenizer.bundle.generation_defaults
+
+    def choose(asked: Number | None, name: str, default: Number, allowed: Callable[[Number], bool]) -> Number:
+        if asked is not None:
+            return asked
+        value = type(default)(defaults.get(name, default))
+        return value if allowed(value) else default
+
+    # A model whose file says "do_sample: false" is meant to be greedy unless the caller says otherwise.
+    temperature = 0.0 if defaults.get("do_sample") is False and raw.temperature is None else raw.temperature
+    return SamplingParameters(
+        temperature=choose(temperature, "temperature", 1.0, lambda value: value >= 0),
+        top_p=choose(raw.top_p, "top_p", 1.0, lambda value: 0 < value <= 1),
+        top_k=choose(raw.top_k, "top_k", 0, lambda value: value > 0),
+        min_p=choose(raw.min_p, "min_p", 0.0, lambda value: 0 <= value <= 1),
+        repetition_penalty=choose(raw.repetition_penalty, "repetition_penalty", 1.0, lambda value: 0 < value <= 2),
+        presence_penalty=raw.presence_penalty or 0.0,
+        frequency_penalty=raw.frequency_penalty or 0.0,
+        seed=raw.seed if raw.seed is not None else secrets.randbits(64),
+        logit_bias=raw.logit_bias,
+    )
+
+
+def resolve_max_tokens(raw: RawGenerationRequest, model: ServedModel) -> int:
+    """Request, then the model's own default, then 16 for Generate and up to the context limit for Chat."""
+    if raw.stopping.max_tokens is not None:
+        return raw.stopping.max_tokens
+    own = int(model.tokenizer.bundle.generation_defaults.get("max_new_tokens", 0))
+    if own > 0:
+        return own
+    # More than the context has room for, so that the worker ends with CONTEXT_LIMIT and not with LENGTH.
+    return model.description.max_model_len if isinstance(raw.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
+
+
+def kind_of(raw: RawGenerationRequest, model: ServedModel) -> tuple[str, int, int]:
+    """Requests of one kind take about as long: same model, and prompt and `max_tokens` of like size (powers of two)."""
+    return model.name, _size(raw.prompt).bit_length(), resolve_max_tokens(raw, model).bit_length()
+
+
+def _size(prompt: Prompt | None) -> int:
+    """Roughly its characters; tokens are known only later."""
+    match prompt:
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return CHARACTERS_PER_TOKEN * len(prompt.token_ids)
+        case ChatPrompt():
+            return sum(len(message.content) for message in prompt.messages)
+    return 0

@@ -1,0 +1,73 @@
+"""The value types of the domain: what a request is at each stage, what workers produce, what is reported.
+
+A request changes its type as it becomes more certain:
+
+    RawGenerationRequest  what a client sent; anything may be missing or wrong
+    AdmittedRequest       validated, tokenized, every default resolved; owned by the router
+    SequenceSpec          what workers need to know of it: token ids and numbers, no text
+
+Everything here is frozen. Durations are seconds (`_s`), sizes are bytes (`_bytes`).
+"""
+
+from __future__ import annotations
+
+from twinstage.types.basics import GREEDY_TEMPERATURE, SECONDS_PER_PRIORITY_LEVEL, RequestId, Role, Task, WorkerId
+from twinstage.types.reports import Placement, Timing, Usage
+from twinstage.types.requests import (
+    BatchPrompt,
+    ChatMessage,
+    ChatPrompt,
+    EmbeddingFormat,
+    Prompt,
+    RawEncodeRequest,
+    RawGenerationRequest,
+    RawOutput,
+    RawSampling,
+    RawStopping,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+)
+from twinstage.types.sequences import AdmittedRequest, SamplingParameters, SequenceSpec, TextOptions
+from twinstage.types.tokens import Finish, FinishReason, ProducedToken, TokenAlternative, TokenChunk, TokenLogprobs
+from twinstage.types.workers import KvEndpoint, KvGrant, ModelDescription, WorkerDescription, WorkerLoad
+
+__all__ = [
+    "GREEDY_TEMPERATURE",
+    "SECONDS_PER_PRIORITY_LEVEL",
+    "AdmittedRequest",
+    "BatchPrompt",
+    "ChatMessage",
+    "ChatPrompt",
+    "EmbeddingFormat",
+    "Finish",
+    "FinishReason",
+    "KvEndpoint",
+    "KvGrant",
+    "ModelDescription",
+    "Placement",
+    "ProducedToken",
+    "Prompt",
+    "RawEncodeRequest",
+    "RawGenerationRequest",
+    "RawOutput",
+    "RawSampling",
+    "RawStopping",
+    "RequestId",
+    "Role",
+    "SamplingParameters",
+    "SequenceSpec",
+    "Task",
+    "TextOptions",
+    "TextPrompt",
+    "Timing",
+    "TokenAlternative",
+    "TokenChunk",
+    "TokenLogprobs",
+    "TokenPrompt",
+    "Truncation",
+    "Usage",
+    "WorkerDescription",
+    "WorkerId",
+    "WorkerLoad",
+]
