@@ -19,9 +19,13 @@ class IncrementalDetokenizer:
     run is decoded as a whole: one wrong byte changes the rendering of all of it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> None:
+        """Special tokens of the ids `kept` are not skipped."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept = kept
         self._window: list[int] = []  # tokens of which the last may still be incomplete
         self._window_text = ""  # their decoding, when the last token was not part of a byte run
         self._num_released = 0  # characters of the window's decoding that were let out
@@ -30,7 +34,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is now certain."""
-        if self._tokenizer.is_textless(token_id, skip_special_tokens=self._skip_special_tokens):
+        skips = self._skip_special_tokens and token_id not in self._kept
+        if self._tokenizer.is_textless(token_id, skip_special_tokens=skips):
             return ""
         self._window.append(token_id)
         self._in_byte_run = self._tokenizer.is_fallback_byte(token_id)
@@ -79,4 +84,5 @@ class IncrementalDetokenizer:
         self._num_settled = 0
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        # The window holds no token to skip, only perhaps one to keep.
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens and not self._kept)

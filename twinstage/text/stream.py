@@ -35,7 +35,11 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: TextTokenizer, options: TextOptions, min_tokens: int = 0) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            kept=tokenizer.special_ids_of(options.kept_special_tokens),
+        )
         self._matcher = StopMatcher(options.stop, include_in_output=options.include_stop_str_in_output)
         self._include_stop_token = options.include_stop_str_in_output
         self._min_tokens = min_tokens

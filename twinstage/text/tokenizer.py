@@ -44,6 +44,11 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    def special_ids_of(self, spellings: frozenset[str]) -> frozenset[int]:
+        """The special tokens among these spellings."""
+        found = (self._tokenizer.token_to_id(spelling) for spelling in spellings)
+        return self.special_token_ids & frozenset(token_id for token_id in found if token_id is not None)
+
     @cached_property
     def has_byte_fallback(self) -> bool:
         """Whether tokens spelled <0x00> to <0xFF> are joined as bytes, a whole run at a time."""

@@ -30,12 +30,14 @@ from twinstage.types.requests import (
 )
 from twinstage.types.sequences import AdmittedRequest, SamplingParameters, SequenceSpec, TextOptions
 from twinstage.types.tokens import Finish, FinishReason, ProducedToken, TokenAlternative, TokenChunk, TokenLogprobs
+from twinstage.types.tools import AnswerFormat, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
 from twinstage.types.workers import KvEndpoint, KvGrant, ModelDescription, WorkerDescription, WorkerLoad
 
 __all__ = [
     "GREEDY_TEMPERATURE",
     "SECONDS_PER_PRIORITY_LEVEL",
     "AdmittedRequest",
+    "AnswerFormat",
     "BatchPrompt",
     "ChatMessage",
     "ChatPrompt",
@@ -65,6 +67,11 @@ __all__ = [
     "TokenChunk",
     "TokenLogprobs",
     "TokenPrompt",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolChoiceMode",
     "Truncation",
     "Usage",
     "WorkerDescription",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from twinstage.types.tools import Tool, ToolCall, ToolChoice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSampling:
@@ -50,11 +52,17 @@ class RawOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    `tool_calls` and `reasoning` are the assistant's; a message of role "tool" answers the call `tool_call_id`.
+    """
 
     role: str
-    content: str
+    content: str = ""
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +81,13 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation to render; `add_generation_prompt` None means the default."""
+    """A conversation to render; `add_generation_prompt`, `tool_choice` and the like None mean the default."""
 
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str = ""
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool | None = None

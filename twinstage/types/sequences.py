@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from twinstage.types.basics import GREEDY_TEMPERATURE, RequestId
+from twinstage.types.tools import AnswerFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,13 @@ class SequenceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How the router turns tokens into text."""
+    """How the router turns tokens into text. Special tokens of `kept_special_tokens` stay in it whatever is skipped."""
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    kept_special_tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +73,4 @@ class AdmittedRequest:
     deadline_s: float
     tokenize_s: float
     time_limit_s: float | None = None
+    answer_format: AnswerFormat | None = None
