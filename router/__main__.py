@@ -102,7 +102,7 @@ class Router:
         deadlines = Deadlines(default_s=settings.default_timeout, longest_s=settings.max_timeout)
         generation = Generation(
             workers=self.workers,
-            admission=Admission(self._executor, templates),
+            admission=Admission(self._executor, templates, settings.parsers()),
             gate=generation_gate,
             live=self._live,
             deadlines=deadlines,

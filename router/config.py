@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from router.admission.answers import ParserChoice, read_reasoning_parsers, read_tool_parsers
 from router.discovery import WorkerSource, parse_source
 from router.failover import FailoverPolicy
 from router.limits import MAX_PRIORITY
@@ -20,6 +21,8 @@ from twinstage.rpc.callers import read_shared_secrets
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.rpc.tls import TlsFiles, channel_credentials
 from twinstage.settings import ProcessSettings
+from twinstage.text.answers.reasoning import REASONING_STYLES
+from twinstage.text.answers.registry import TOOL_PARSERS
 from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
 
 MOST_OPEN_FILES = 1024 * 1024  # where the system sets no limit
@@ -132,6 +135,16 @@ class RouterSettings(ProcessSettings):
     worker_secret_file: Path | None = Field(
         default=None, description="File with the secret that workers ask for, of which the first line is sent."
     )
+    tool_parser: Annotated[list[str], NoDecode] = Field(
+        default=[],
+        description="How models call tools, as PARSER for all or MODEL=PARSER for one: auto (by the chat template), "
+        f"none, or one of {', '.join(TOOL_PARSERS)}. Repeat the flag, or separate by commas.",
+    )
+    reasoning_parser: Annotated[list[str], NoDecode] = Field(
+        default=[],
+        description="How models mark their reasoning, as PARSER for all or MODEL=PARSER for one: auto (by the chat "
+        f"template), none, or one of {', '.join(REASONING_STYLES)}. Repeat the flag, or separate by commas.",
+    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="Take chat templates from clients. Each is a program; it runs in a process of its own that gets "
@@ -146,9 +159,9 @@ class RouterSettings(ProcessSettings):
         default=3600.0, gt=0, description="Seconds that calls on such a connection get to finish."
     )
 
-    @field_validator("workers", mode="before")
+    @field_validator("workers", "tool_parser", "reasoning_parser", mode="before")
     @classmethod
-    def _split_workers(cls, value: object) -> object:
+    def _split_lists(cls, value: object) -> object:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, Sequence):
             return values
@@ -183,6 +196,24 @@ class RouterSettings(ProcessSettings):
                 raise ValueError(f"write a caller's weight as NAME=WEIGHT with a weight above 0, not {part!r}")
             weights[name] = float(weight)
         return weights
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _check_tool_parsers(cls, values: list[str]) -> list[str]:
+        read_tool_parsers(values)
+        return values
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parsers(cls, values: list[str]) -> list[str]:
+        read_reasoning_parsers(values)
+        return values
+
+    def parsers(self) -> ParserChoice:
+        """How the answers of each model are read."""
+        return ParserChoice(
+            tool=read_tool_parsers(self.tool_parser), reasoning=read_reasoning_parsers(self.reasoning_parser)
+        )
 
     def worker_access(self) -> Access:
         """How workers are called. Raises ConfigError when a file cannot be read, or a name is given without TLS."""

@@ -282,6 +282,7 @@ class Flow:
                     request_id=self._live.request_id,
                     model=self._model.name,
                     prompt_tokens=len(self._request.spec.prompt_token_ids),
+                    answer_format=self._request.answer_format,
                 )
             )
         if delta.text or delta.tokens:

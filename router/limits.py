@@ -11,8 +11,10 @@ MAX_ENTRIES = 1024  # of logit_bias, stop, stop_token_ids and batch
 MAX_TOKEN_IDS = 1024 * 1024  # of one prompt, whatever the model
 MAX_MESSAGES = 4096  # of a conversation
 MAX_NAME_CHARACTERS = 256  # of a message's role or name, and of a model's name
+MAX_TOOLS = 128  # of a request, and calls of a message
+MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request
 MAX_TEMPLATE_CHARACTERS = 64 * 1024  # of a request's own chat template
-MAX_TEMPLATE_OPTIONS_BYTES = 256 * 1024  # of chat_template_kwargs, in which tools travel
+MAX_TEMPLATE_OPTIONS_BYTES = 256 * 1024  # of chat_template_kwargs
 MAX_STRUCTURED_OUTPUT_BYTES = 256 * 1024  # of a schema, grammar or other constraint
 MAX_INPUTS = 2048  # of an embedding request
 
@@ -25,3 +27,4 @@ MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_PRIORITY = 100
 MAX_SALT_BYTES = 128
 MAX_BIAS = 100.0
+MAX_TOOL_NAME_CHARACTERS = 64

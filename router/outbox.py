@@ -11,16 +11,17 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from twinstage.types import Finish, Placement, ProducedToken, Timing, Usage
+from twinstage.types import AnswerFormat, Finish, Placement, ProducedToken, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEvent:
-    """The prompt was computed; the first event of a call."""
+    """The prompt was computed; the first event of a call. `answer_format` says how the text that follows is read."""
 
     request_id: str
     model: str
     prompt_tokens: int
+    answer_format: AnswerFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

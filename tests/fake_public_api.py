@@ -48,12 +48,14 @@ class FakeApi(
     model_pb2_grpc.ModelServiceServicer,
     admin_pb2_grpc.AdminServiceServicer,
 ):
-    """Streams `texts`; fails with `error` after them, hangs, or leaves out the summary, when told to."""
+    """Streams `texts`, or `script`; fails with `error` after them, hangs, or leaves the summary out: when told."""
 
     texts: tuple[str, ...] = ("Par", "", "is")
     error: TwinstageError | None = None
     hangs: bool = False
     leaves_out_summary: bool = False
+    script: list[list[generation_pb2.Delta]] = field(default_factory=list)  # instead of texts, by call
+    finishes: list[common_pb2.FinishReason.ValueType] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     address: str = ""
@@ -145,14 +147,16 @@ class FakeApi(
         self.requests.append(request)
         context.add_callback(self.cancelled.set)
         yield response(prompt_info=generation_pb2.PromptInfo(request_id="r", model="m", prompt_tokens=7))
-        for text in self.texts:
-            yield response(delta=generation_pb2.Delta(text=text))
+        texts = [generation_pb2.Delta(text=text) for text in self.texts]
+        for delta in self.script.pop(0) if self.script else texts:
+            yield response(delta=delta)
         if self.error is not None:
             self._abort(context)
         if self.hangs:
             self.cancelled.wait(30)
             return
-        yield response(finished=generation_pb2.Finished(**STOPPED))
+        ended = {"finish_reason": self.finishes.pop(0)} if self.finishes else STOPPED
+        yield response(finished=generation_pb2.Finished(**ended))
         if not self.leaves_out_summary:
             yield response(summary=generation_pb2.Summary(**TOTALS))
 

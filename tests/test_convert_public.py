@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from twinstage.errors import InvalidRequest
 from twinstage.rpc import convert_public as convert
+from twinstage.rpc.convert_chat import fill_conversation, message_from_proto
 from twinstage.rpc.convert_values import float_as_written
+from twinstage.text.answers.parts import AnswerDelta
 from twinstage.types import (
     BatchPrompt,
     ChatMessage,
@@ -34,6 +36,10 @@ from twinstage.types import (
     TokenAlternative,
     TokenLogprobs,
     TokenPrompt,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolChoiceMode,
     Truncation,
     Usage,
     WorkerDescription,
@@ -153,6 +159,39 @@ def test_a_conversation(message_class: type[generation_pb2.ChatRequest | tokeniz
     assert isinstance(kwargs["count"], int)  # a template prints 3, not 3.0
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        None,
+        ToolChoice(),
+        ToolChoice(mode=ToolChoiceMode.NONE),
+        ToolChoice(mode=ToolChoiceMode.REQUIRED),
+        ToolChoice(mode=ToolChoiceMode.NAMED, function="f"),
+    ],
+)
+def test_a_conversation_with_tools_there_and_back(choice: ToolChoice | None) -> None:
+    call = ToolCall(id="1", name="f", arguments='{"a": 1}')
+    prompt = ChatPrompt(
+        messages=(
+            ChatMessage(role="assistant", content="", tool_calls=(call,), reasoning="Hm"),
+            ChatMessage(role="tool", content="2", tool_call_id="1"),
+        ),
+        tools=(Tool(name="f", description="d", parameters="{}"),),
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+    )
+    request = generation_pb2.ChatRequest()
+    fill_conversation(request, prompt)
+    assert convert.chat_prompt_from_proto(request) == prompt
+
+
+def test_a_choice_that_this_version_does_not_know() -> None:
+    request = generation_pb2.ChatRequest(tool_choice=generation_pb2.ToolChoice(mode=99))  # type: ignore[arg-type]
+    choice = convert.chat_prompt_from_proto(request).tool_choice
+    assert choice == ToolChoice(mode=ToolChoiceMode.UNKNOWN)
+
+
 def test_a_chat_request_carries_all_options() -> None:
     message = json_format.Parse(FULL_REQUEST.replace('"prompt": "Hi", ', ""), generation_pb2.ChatRequest())
     generate = json_format.Parse(FULL_REQUEST, generation_pb2.GenerateRequest())
@@ -198,7 +237,7 @@ def spell(token_id: int) -> str:
 
 
 def test_a_delta_with_everything_and_one_with_text_alone() -> None:
-    delta = convert.delta_to_proto("ab", TOKENS, index=1, return_token_ids=True, token_text=spell)
+    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, token_text=spell)
     assert json_format.MessageToDict(delta) == {
         "index": 1,
         "text": "ab",
@@ -217,7 +256,7 @@ def test_a_delta_with_everything_and_one_with_text_alone() -> None:
         ],
     }
     plain = convert.delta_to_proto(
-        "ab", (ProducedToken(token_id=5),), index=0, return_token_ids=False, token_text=spell
+        AnswerDelta(content="ab"), (ProducedToken(token_id=5),), index=0, return_token_ids=False, token_text=spell
     )
     assert plain == generation_pb2.Delta(text="ab")
 
@@ -244,12 +283,15 @@ def test_unary_results_equal_streamed_parts() -> None:
     result = convert.generation_result_to_proto(
         "ab", TOKENS, index=1, finish=finish, return_token_ids=True, token_text=spell
     )
-    delta = convert.delta_to_proto("ab", TOKENS, index=1, return_token_ids=True, token_text=spell)
+    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, token_text=spell)
     ended = convert.finished_to_proto(finish, index=1)
     assert (result.text, list(result.token_ids), result.logprobs) == (delta.text, list(delta.token_ids), delta.logprobs)
     assert (result.finish_reason, result.matched_stop) == (ended.finish_reason, ended.matched_stop)
-    answer = convert.chat_result_to_proto("ab", TOKENS, index=1, finish=finish, return_token_ids=True, token_text=spell)
-    assert (answer.message.role, answer.message.content) == ("assistant", "ab")
+    message = ChatMessage(role="assistant", content="ab", reasoning="hm", tool_calls=(ToolCall(id="1", name="f"),))
+    answer = convert.chat_result_to_proto(
+        message, TOKENS, index=1, finish=finish, return_token_ids=True, token_text=spell
+    )
+    assert message_from_proto(answer.message) == message
     assert (answer.logprobs, answer.finish_reason) == (result.logprobs, result.finish_reason)
 
 

@@ -6,9 +6,11 @@ import asyncio
 import time
 from concurrent.futures import Executor
 
+from router.admission.answers import ParserChoice, answer_format
 from router.admission.defaults import resolve_max_tokens, resolve_sampling
 from router.admission.prompts import check_length, field_of, tokenize, tokenize_rendered
 from router.worker_entry import ServedModel
+from twinstage.text.answers.registry import special_tokens_of
 from twinstage.text.template_process import TemplateProcesses
 from twinstage.types import (
     AdmittedRequest,
@@ -25,8 +27,11 @@ from twinstage.types import (
 class Admission:
     """Admits requests; tokenizes in `executor`, off the event loop, and renders requests' own templates elsewhere."""
 
-    def __init__(self, executor: Executor, templates: TemplateProcesses | None = None) -> None:
+    def __init__(
+        self, executor: Executor, templates: TemplateProcesses | None = None, parsers: ParserChoice | None = None
+    ) -> None:
         self._executor = executor
+        self._parsers = parsers or ParserChoice()
         self._templates = templates or TemplateProcesses()
 
     async def admit(
@@ -42,6 +47,7 @@ class Admission:
         tokenize_s = time.monotonic() - started_s
         limit = model.description.max_model_len
         check_length(field_of(raw.prompt), len(token_ids), stopping=raw.stopping, limit=limit)
+        answer = answer_format(raw.prompt, model, self._parsers, token_ids=token_ids)
         return AdmittedRequest(
             spec=_resolve_spec(raw, model, request_id=RequestId(request_id), token_ids=token_ids),
             model=model.name,
@@ -50,11 +56,13 @@ class Admission:
                 include_stop_str_in_output=raw.stopping.include_stop_str_in_output,
                 skip_special_tokens=raw.output.skip_special_tokens,
                 return_token_ids=raw.output.return_token_ids,
+                kept_special_tokens=special_tokens_of(answer),
             ),
             arrived_s=arrived_s,
             deadline_s=deadline_s,
             tokenize_s=tokenize_s,
             time_limit_s=raw.stopping.time_limit_s,
+            answer_format=answer,
         )
 
     async def _token_ids(self, prompt: Prompt, model: ServedModel) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from router.admission.conversations import check_conversation
 from router.admission.defaults import resolve_max_tokens
 from router.limits import (
     MAX_BIAS,
@@ -24,6 +25,7 @@ from twinstage.types import (
     RawStopping,
     TextPrompt,
     TokenPrompt,
+    ToolChoiceMode,
 )
 
 
@@ -54,6 +56,10 @@ def _refuse_unimplemented(raw: RawGenerationRequest) -> None:
         "output.prompt_logprobs": raw.output.prompt_logprobs is not None,
         "stopping.repetition_detection": raw.stopping.has_repetition_detection,
     }
+    if isinstance(raw.prompt, ChatPrompt) and raw.prompt.tool_choice is not None:
+        forced = raw.prompt.tool_choice.mode
+        asked["tool_choice.mode required"] = forced is ToolChoiceMode.REQUIRED
+        asked["tool_choice.function"] = forced is ToolChoiceMode.NAMED
     missing = [field for field, is_asked in asked.items() if is_asked]
     if missing:
         raise Unimplemented(f"this version does not implement {', '.join(missing)}; leave it out")
@@ -64,7 +70,7 @@ def _check_prompt(violations: Violations, prompt: Prompt | None, model: ServedMo
         case None:
             violations.add("prompt", "is required: give prompt, prompt_token_ids or batch")
         case ChatPrompt():
-            _check_messages(violations, prompt)
+            check_conversation(violations, prompt)
         case BatchPrompt(prompts=()):
             violations.add("batch.prompts", "must not be empty")
         case BatchPrompt():
@@ -83,14 +89,6 @@ def check_input(violations: Violations, path: str, prompt: TextPrompt | TokenPro
         violations.add(f"{path}prompt_token_ids.ids", "must not be empty")
     else:
         violations.check_token_ids(f"{path}prompt_token_ids.ids", prompt.token_ids, model.description.vocab_size)
-
-
-def _check_messages(violations: Violations, prompt: ChatPrompt) -> None:
-    if not prompt.messages:
-        violations.add("messages", "must not be empty")
-    nameless = [index for index, message in enumerate(prompt.messages) if not message.role]
-    for index in nameless[:MAX_LISTED_PER_FIELD]:
-        violations.add(f"messages[{index}].role", "must not be empty")
 
 
 def _check_sampling(violations: Violations, sampling: RawSampling, model: ServedModel) -> None:

@@ -21,6 +21,8 @@ from router.limits import (
     MAX_TEMPLATE_CHARACTERS,
     MAX_TEMPLATE_OPTIONS_BYTES,
     MAX_TOKEN_IDS,
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
 )
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
@@ -65,6 +67,7 @@ class Door:
     ) -> None:
         _check_count(violations, "messages", request.messages, MAX_MESSAGES)
         _check_names(violations, request.messages)
+        _check_tools(violations, request)
         _check_bytes(violations, "chat_template_kwargs", request.chat_template_kwargs, MAX_TEMPLATE_OPTIONS_BYTES)
         _check_characters(violations, "chat_template", request.chat_template, MAX_TEMPLATE_CHARACTERS)
         if request.chat_template and not self._trusts_chat_templates:
@@ -134,6 +137,16 @@ def _check_names(violations: Violations, messages: Any) -> None:
     )
     for field, text in islice(too_long, MAX_LISTED_PER_FIELD):
         _check_characters(violations, field, text, MAX_NAME_CHARACTERS)
+
+
+def _check_tools(violations: Violations, request: generation_pb2.ChatRequest | tokenizer_pb2.RenderChatRequest) -> None:
+    _check_count(violations, "tools", request.tools, MAX_TOOLS)
+    size = sum(tool.ByteSize() for tool in request.tools[:MAX_TOOLS])
+    if size > MAX_TOOL_BYTES:
+        violations.add("tools", f"must have at most {MAX_TOOL_BYTES} bytes, has {size}")
+    crowded = ((i, message) for i, message in enumerate(request.messages) if len(message.tool_calls) > MAX_TOOLS)
+    for index, message in islice(crowded, MAX_LISTED_PER_FIELD):
+        _check_count(violations, f"messages[{index}].tool_calls", message.tool_calls, MAX_TOOLS)
 
 
 def _check_options(

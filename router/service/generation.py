@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from router.generation import Generation, OpenCall
 from router.outbox import DeltaEvent, FinishEvent, PromptEvent, SummaryEvent
+from router.service.answers import Answers
 from router.service.context import caller_of, seconds_left
 from router.service.door import Door
 from twinstage.errors import InternalError
@@ -28,7 +29,8 @@ from twinstage.rpc.convert_public import (
     usage_to_proto,
 )
 from twinstage.rpc.interceptors import current_request_id
-from twinstage.types import Finish, ProducedToken, RawGenerationRequest
+from twinstage.text.answers.joining import MessageJoiner
+from twinstage.types import ChatMessage, Finish, ProducedToken, RawGenerationRequest
 from twinstage.v1 import generation_pb2, generation_pb2_grpc
 
 LARGE_ANSWER = 1000  # log probabilities; each takes about 1.5 us to turn into a message
@@ -42,7 +44,7 @@ class _Answer:
     """A whole answer."""
 
     call: OpenCall
-    text: str
+    message: ChatMessage  # of Generate, all of the text is its content
     tokens: tuple[ProducedToken, ...]
     finish: Finish
     summary: SummaryEvent
@@ -61,7 +63,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._door.check_generate(request)
         raw = generate_request_from_proto(request)
         answer = await self._collect(raw, context)
-        result = await convert_answer(generation_result_to_proto, answer, return_token_ids=raw.output.return_token_ids)
+        result = await convert_answer(
+            partial(generation_result_to_proto, answer.message.content),
+            answer,
+            return_token_ids=raw.output.return_token_ids,
+        )
         return generation_pb2.GenerateResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
@@ -77,7 +83,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._door.check_chat(request)
         raw = chat_request_from_proto(request)
         answer = await self._collect(raw, context)
-        result = await convert_answer(chat_result_to_proto, answer, return_token_ids=raw.output.return_token_ids)
+        result = await convert_answer(
+            partial(chat_result_to_proto, answer.message), answer, return_token_ids=raw.output.return_token_ids
+        )
         return generation_pb2.ChatResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
@@ -112,27 +120,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             fallback_id=current_request_id(),
         ) as call:
             token_text = call.model.tokenizer.token_text
+            answers = Answers()
             async for event in call.outbox.events():
                 match event:
                     case PromptEvent():
+                        answers = Answers(event.answer_format)
                         yield prompt_info_to_proto(
                             request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
                         )
                     case DeltaEvent():
                         yield delta_to_proto(
-                            event.text,
+                            answers.delta(event.index, event.text),
                             event.tokens,
                             index=event.index,
                             return_token_ids=raw.output.return_token_ids,
                             token_text=token_text,
                         )
                     case FinishEvent():
-                        yield finished_to_proto(event.finish, index=event.index)
+                        rest, finish = answers.finish(event.index, event.finish)
+                        if rest:
+                            yield delta_to_proto(
+                                rest, (), index=event.index, return_token_ids=False, token_text=token_text
+                            )
+                        yield finished_to_proto(finish, index=event.index)
                     case SummaryEvent():
                         yield summary_to_proto(usage=event.usage, timing=event.timing, placement=event.placement)
 
     async def _collect(self, raw: RawGenerationRequest, context: Any) -> _Answer:
-        texts: list[str] = []
+        answers, joiner = Answers(), MessageJoiner()
         tokens: list[ProducedToken] = []
         finish: Finish | None = None
         summary: SummaryEvent | None = None
@@ -145,23 +160,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         ) as call:
             async for event in call.outbox.events():
                 match event:
+                    case PromptEvent():
+                        answers = Answers(event.answer_format)
                     case DeltaEvent():
-                        texts.append(event.text)
+                        joiner.add_delta(answers.delta(event.index, event.text))
                         tokens += event.tokens
                     case FinishEvent():
-                        finish = event.finish
+                        rest, finish = answers.finish(event.index, event.finish)
+                        joiner.add_delta(rest)
                     case SummaryEvent():
                         summary = event
         if finish is None or summary is None:
             raise InternalError("the request ended without a summary")
-        return _Answer(call=call, text="".join(texts), tokens=tuple(tokens), finish=finish, summary=summary)
+        return _Answer(call=call, message=joiner.message(), tokens=tuple(tokens), finish=finish, summary=summary)
 
 
 async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, return_token_ids: bool) -> Result:
     """The answer as a message; made on a thread when its log probabilities would hold up the event loop."""
     convert = partial(
         to_proto,
-        answer.text,
         answer.tokens,
         index=0,
         finish=answer.finish,

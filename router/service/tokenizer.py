@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.admission.conversations import check_conversation
 from router.catalog import find_model
 from router.service.door import Door, check_model_name, check_token_count
 from router.text_threads import TextThreads
@@ -65,7 +66,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._door.check_render(request)
         tokenizer = self._model(request.model, Task.GENERATE).tokenizer
         prompt = chat_prompt_from_proto(request)
-
+        violations = Violations()
+        check_conversation(violations, prompt)
+        violations.raise_any()
         own = await self._templates.render(tokenizer.bundle, prompt) if prompt.chat_template else None
 
         def render() -> tokenizer_pb2.RenderChatResponse:

@@ -18,10 +18,14 @@ from twinstage.client.results import (
     WorkerInfo,
 )
 from twinstage.client.tls import tls_credentials
+from twinstage.client.tools import tool_from_function, tool_from_schema
+from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
 
 __all__ = [
     "AsyncGenerationStream",
     "AsyncTwinstageClient",
+    "ChatMessage",
+    "ChatPrompt",
     "Continuation",
     "Delta",
     "Embeddings",
@@ -36,7 +40,14 @@ __all__ = [
     "Stopping",
     "Summary",
     "TokenText",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolChoiceMode",
     "TwinstageClient",
     "WorkerInfo",
     "tls_credentials",
+    "tool_from_function",
+    "tool_from_schema",
 ]

@@ -20,7 +20,7 @@ from twinstage.client import requests, responses
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
 from twinstage.client.client import ADMIN_TIMEOUT_S
 from twinstage.client.options import DEFAULT_OPTIONS, Options
-from twinstage.client.requests import ChatInput, GenerationInput
+from twinstage.client.requests import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.results import (
     Delta,
     Embeddings,
@@ -34,7 +34,7 @@ from twinstage.client.results import (
 from twinstage.client.stream_state import StreamEvent, StreamState
 from twinstage.errors import Cancelled
 from twinstage.rpc.access import Access
-from twinstage.types import Truncation
+from twinstage.types import ChatMessage, Tool, Truncation
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -63,6 +63,10 @@ class AsyncGenerationStream:
     @property
     def summary(self) -> Summary | None:
         return self._state.summary
+
+    def message(self, index: int = 0) -> ChatMessage:
+        """What has come of an answer, as a message that can be sent back once the stream has ended."""
+        return self._state.message(index)
 
     def cancel(self) -> None:
         """Tell the router that nobody waits any more; harmless when the stream has ended."""
@@ -138,15 +142,32 @@ class AsyncTwinstageClient:
         request = requests.generate_request(prompt, options)
         return AsyncGenerationStream(self._generation.GenerateStream(request, timeout=options.timeout_s), self.address)
 
-    async def chat(self, conversation: ChatInput, options: Options = DEFAULT_OPTIONS) -> Generation:
-        """Answer a conversation; a string is one message of the user."""
-        request = requests.chat_request(conversation, options)
+    async def chat(
+        self,
+        conversation: ChatInput,
+        options: Options = DEFAULT_OPTIONS,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoiceInput = None,
+    ) -> Generation:
+        """Answer a conversation; a string is one message of the user.
+
+        `tools` may be called, as `tool_choice` has it: "auto", "none", "required", or a `ToolChoice` of one of them.
+        """
+        request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
         with our_errors(self.address):
             return responses.chat(await self._generation.Chat(request, timeout=options.timeout_s))
 
-    def chat_stream(self, conversation: ChatInput, options: Options = DEFAULT_OPTIONS) -> AsyncGenerationStream:
-        """Answer a conversation; text comes as it is generated."""
-        request = requests.chat_request(conversation, options)
+    def chat_stream(
+        self,
+        conversation: ChatInput,
+        options: Options = DEFAULT_OPTIONS,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoiceInput = None,
+    ) -> AsyncGenerationStream:
+        """Answer a conversation; text, reasoning and tool calls come as they are generated."""
+        request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
         return AsyncGenerationStream(self._generation.ChatStream(request, timeout=options.timeout_s), self.address)
 
     async def embed(

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from google.protobuf import empty_pb2, struct_pb2
+from google.protobuf import empty_pb2
 
 from twinstage.client.options import Options, Output, Sampling, Stopping
 from twinstage.errors import FieldViolation, InvalidRequest
+from twinstage.rpc.convert_chat import fill_conversation
 from twinstage.rpc.convert_values import seconds_to_proto
-from twinstage.types import BatchPrompt, ChatMessage, ChatPrompt, TextPrompt, TokenPrompt, Truncation
+from twinstage.types import (
+    BatchPrompt,
+    ChatMessage,
+    ChatPrompt,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
+    Truncation,
+)
 from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2
 
 GenerationInput = str | TextPrompt | TokenPrompt | BatchPrompt
 ChatInput = str | Sequence[ChatMessage] | ChatPrompt
+ToolChoiceInput = ToolChoice | str | None
 
 _SAMPLING_FIELDS = (
     "n",
@@ -55,27 +68,25 @@ def generate_request(prompt: GenerationInput, options: Options) -> generation_pb
 
 
 @_refusing()
-def chat_request(conversation: ChatInput, options: Options) -> generation_pb2.ChatRequest:
-    """A string is one message of the user."""
+def chat_request(
+    conversation: ChatInput, options: Options, *, tools: Sequence[Tool] = (), tool_choice: ToolChoiceInput = None
+) -> generation_pb2.ChatRequest:
+    """A string is one message of the user. `tools` and `tool_choice` win over those of a `ChatPrompt`."""
     if isinstance(conversation, str):
         conversation = (ChatMessage(role="user", content=conversation),)
     prompt = conversation if isinstance(conversation, ChatPrompt) else ChatPrompt(messages=tuple(conversation))
-    request = generation_pb2.ChatRequest(
-        messages=[
-            generation_pb2.ChatMessage(role=message.role, content=message.content, name=message.name or "")
-            for message in prompt.messages
-        ],
-        chat_template=prompt.chat_template or "",
-        continue_final_message=prompt.continue_final_message,
-        **_common(options),
-    )
-    if prompt.add_generation_prompt is not None:
-        request.add_generation_prompt = prompt.add_generation_prompt
-    if prompt.chat_template_kwargs:
-        variables = struct_pb2.Struct()
-        variables.update(dict(prompt.chat_template_kwargs))
-        request.chat_template_kwargs.CopyFrom(variables)
+    if tools:
+        prompt = replace(prompt, tools=tuple(tools))
+    if tool_choice is not None:
+        prompt = replace(prompt, tool_choice=_tool_choice(tool_choice))
+    request = generation_pb2.ChatRequest(**_common(options))
+    fill_conversation(request, prompt)
     return request
+
+
+def _tool_choice(choice: ToolChoice | str) -> ToolChoice:
+    """A word is one of the modes: auto, none or required."""
+    return choice if isinstance(choice, ToolChoice) else ToolChoice(mode=ToolChoiceMode(choice))
 
 
 @_refusing()

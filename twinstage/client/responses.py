@@ -19,6 +19,7 @@ from twinstage.client.results import (
     WorkerInfo,
 )
 from twinstage.errors import InternalError
+from twinstage.rpc.convert_chat import message_from_proto, tool_call_deltas_from_proto
 from twinstage.rpc.convert_values import seconds_from_proto
 from twinstage.types import Finish, FinishReason, Placement, Role, Task, Timing, Usage
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2
@@ -44,6 +45,8 @@ def delta(message: generation_pb2.Delta) -> Delta:
     return Delta(
         index=message.index,
         text=message.text,
+        reasoning=message.reasoning,
+        tool_calls=tool_call_deltas_from_proto(message.tool_calls),
         token_ids=tuple(message.token_ids),
         logprobs=_logprobs(message.logprobs),
     )
@@ -77,6 +80,7 @@ def chat(message: generation_pb2.ChatResponse) -> Generation:
         Continuation(
             index=result.index,
             text=result.message.content,
+            message=message_from_proto(result.message),
             token_ids=tuple(result.token_ids),
             logprobs=_logprobs(result.logprobs),
             finish=_finish(result),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from twinstage.types import Finish, Placement, Role, Task, Timing, Usage
+from twinstage.types import ChatMessage, Finish, Placement, Role, Task, Timing, ToolCallDelta, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,15 @@ class PromptInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New text of one continuation; `finish` is set in the last delta of each."""
+    """New text of one continuation; `finish` is set in the last delta of each.
+
+    Of a chat, `text` is content; what the model thinks before, and the tools it calls, come beside it.
+    """
 
     index: int = 0
     text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenText, ...] = ()
     finish: Finish | None = None
@@ -58,11 +63,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """One whole continuation of a prompt, or answer to a conversation."""
+    """One whole continuation of a prompt, or answer to a conversation.
+
+    `message` is the answer as a message that can be sent back, with its reasoning and tool calls.
+    """
 
     index: int
     text: str
     finish: Finish
+    message: ChatMessage | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenText, ...] = ()
 
@@ -80,6 +89,12 @@ class Generation:
     def text(self) -> str:
         """The text of the first continuation."""
         return self.results[0].text if self.results else ""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The first answer of a chat, as a message that can be sent back."""
+        message = self.results[0].message if self.results else None
+        return message or ChatMessage(role="assistant", content=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from twinstage.client import responses
 from twinstage.client.results import Delta, PromptInfo, Summary
 from twinstage.errors import InternalError
+from twinstage.text.answers.joining import MessageJoiner
+from twinstage.types import ChatMessage
 from twinstage.v1 import generation_pb2
 
 StreamEvent = generation_pb2.GenerateStreamResponse | generation_pb2.ChatStreamResponse
@@ -19,6 +22,11 @@ class StreamState:
     prompt_info: PromptInfo | None = None
     summary: Summary | None = None
     began: bool = False  # an event came
+    _joiners: defaultdict[int, MessageJoiner] = field(default_factory=lambda: defaultdict(MessageJoiner))
+
+    def message(self, index: int) -> ChatMessage:
+        """What has come of an answer, as a message that can be sent back."""
+        return self._joiners[index].message()
 
     def take(self, event: StreamEvent) -> Delta | None:
         """Take one event; return the delta in it. Events of kinds that this version does not know are skipped."""
@@ -27,7 +35,11 @@ class StreamState:
             case "prompt_info":
                 self.prompt_info = responses.prompt_info(event.prompt_info)
             case "delta":
-                return responses.delta(event.delta)
+                delta = responses.delta(event.delta)
+                self._joiners[delta.index].add(
+                    content=delta.text, reasoning=delta.reasoning, tool_calls=delta.tool_calls
+                )
+                return delta
             case "finished":
                 return responses.finished(event.finished)
             case "summary":

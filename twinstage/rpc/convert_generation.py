@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from twinstage.rpc.convert_chat import chat_prompt_from_proto, message_to_proto, tool_call_deltas_to_proto
 from twinstage.rpc.convert_values import (
     float_as_written,
     optional_float_from_proto,
     optional_from_proto,
     seconds_from_proto,
     seconds_to_proto,
-    struct_from_proto,
 )
+from twinstage.text.answers.parts import AnswerDelta
 from twinstage.types import (
     BatchPrompt,
     ChatMessage,
-    ChatPrompt,
     Finish,
     FinishReason,
     Placement,
@@ -32,7 +32,7 @@ from twinstage.types import (
     TokenPrompt,
     Usage,
 )
-from twinstage.v1 import common_pb2, generation_pb2, tokenizer_pb2
+from twinstage.v1 import common_pb2, generation_pb2
 
 TokenText = Callable[[int], str]
 
@@ -75,19 +75,6 @@ def chat_request_from_proto(request: generation_pb2.ChatRequest) -> RawGeneratio
         has_structured_output=request.HasField("structured_output"),
         priority=request.priority,
         cache_salt=request.cache_salt,
-    )
-
-
-def chat_prompt_from_proto(request: generation_pb2.ChatRequest | tokenizer_pb2.RenderChatRequest) -> ChatPrompt:
-    return ChatPrompt(
-        messages=tuple(
-            ChatMessage(role=message.role, content=message.content, name=message.name or None)
-            for message in request.messages
-        ),
-        chat_template=request.chat_template or None,
-        chat_template_kwargs=struct_from_proto(request.chat_template_kwargs),
-        add_generation_prompt=optional_from_proto(request, "add_generation_prompt"),
-        continue_final_message=request.continue_final_message,
     )
 
 
@@ -154,14 +141,16 @@ def prompt_info_to_proto(*, request_id: str, model: str, prompt_tokens: int) -> 
 
 
 def delta_to_proto(
-    text: str, tokens: Sequence[ProducedToken], *, index: int, return_token_ids: bool, token_text: TokenText
+    delta: AnswerDelta, tokens: Sequence[ProducedToken], *, index: int, return_token_ids: bool, token_text: TokenText
 ) -> generation_pb2.Delta:
     """`token_text` gives the text of a token id; it is asked only for tokens that carry log probabilities."""
     return generation_pb2.Delta(
         index=index,
-        text=text,
+        text=delta.content,
         token_ids=[token.token_id for token in tokens] if return_token_ids else [],
         logprobs=token_logprobs_to_proto(tokens, token_text),
+        reasoning=delta.reasoning,
+        tool_calls=tool_call_deltas_to_proto(delta.tool_calls),
     )
 
 
@@ -197,7 +186,7 @@ def generation_result_to_proto(
 
 
 def chat_result_to_proto(
-    text: str,
+    message: ChatMessage,
     tokens: Sequence[ProducedToken],
     *,
     index: int,
@@ -207,7 +196,7 @@ def chat_result_to_proto(
 ) -> generation_pb2.ChatResult:
     return generation_pb2.ChatResult(
         index=index,
-        message=generation_pb2.ChatMessage(role="assistant", content=text),
+        message=message_to_proto(message),
         token_ids=[token.token_id for token in tokens] if return_token_ids else [],
         logprobs=token_logprobs_to_proto(tokens, token_text),
         finish_reason=_FINISH_REASON_TO_PROTO[finish.reason],

@@ -6,6 +6,7 @@ Requests come as `Raw...` types for admission to judge; results go out as messag
 from __future__ import annotations
 
 from twinstage.rpc.convert_catalog import model_to_proto, worker_to_proto
+from twinstage.rpc.convert_chat import chat_prompt_from_proto
 from twinstage.rpc.convert_embedding import (
     embed_request_from_proto,
     embedding_to_proto,
@@ -14,7 +15,6 @@ from twinstage.rpc.convert_embedding import (
 )
 from twinstage.rpc.convert_generation import (
     TokenText,
-    chat_prompt_from_proto,
     chat_request_from_proto,
     chat_result_to_proto,
     delta_to_proto,

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.bundle import TokenizerBundle
+from twinstage.text.chat_messages import effort_variables, message_variables, tool_variables, with_readable_arguments
 from twinstage.types import ChatPrompt
 
 MAX_RENDERED_CHARACTERS = 16 * 1024 * 1024
@@ -71,7 +72,9 @@ def prepare(bundle: TokenizerBundle, prompt: ChatPrompt) -> Rendering:
     blamed_field = "chat_template" if prompt.chat_template else "messages"
     variables = {**bundle.special_tokens, **_merged_options(prompt)}
     continues = bool(variables.pop("continue_final_message"))
-    messages = _message_variables(prompt)
+    messages = message_variables(prompt, template_text)
+    if continues and "tool_calls" in messages[-1]:
+        raise _invalid("continue_final_message", "the last message has tool calls, which cannot be continued")
     if continues:
         messages[-1]["content"] += _END_OF_MESSAGE
     return Rendering(
@@ -107,8 +110,9 @@ def _check_messages(prompt: ChatPrompt) -> None:
 def _merged_options(prompt: ChatPrompt) -> dict[str, Any]:
     """The template's variables save messages; `chat_template_kwargs` win, and what they say is checked after that."""
     options: dict[str, Any] = {
-        "tools": None,
+        "tools": tool_variables(prompt),
         "documents": None,
+        **effort_variables(prompt.reasoning_effort),
         "add_generation_prompt": prompt.add_generation_prompt,
         "continue_final_message": prompt.continue_final_message,
         **prompt.chat_template_kwargs,
@@ -118,13 +122,6 @@ def _merged_options(prompt: ChatPrompt) -> dict[str, Any]:
     if options["add_generation_prompt"] and options["continue_final_message"]:
         raise _invalid("add_generation_prompt", "excludes continue_final_message; set only one of them")
     return options
-
-
-def _message_variables(prompt: ChatPrompt) -> list[dict[str, str]]:
-    return [
-        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
-        for message in prompt.messages
-    ]
 
 
 def _cut_at_end_of_message(rendered: str) -> str:
@@ -142,8 +139,9 @@ def run(rendering: Rendering) -> str:
     pieces: list[str] = []
     blamed_field = rendering.blamed_field
     size = 0
+    variables = {**rendering.variables, "messages": with_readable_arguments(rendering.variables["messages"])}
     try:
-        for piece in _compiled(rendering.template).generate(rendering.variables):
+        for piece in _compiled(rendering.template).generate(variables):
             size += len(piece)
             if size > MAX_RENDERED_CHARACTERS:
                 raise SecurityError(f"the prompt exceeds {MAX_RENDERED_CHARACTERS} characters")

@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from twinstage.v1 import generation_pb2 as twinstage_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwinstage/v1/tokenizer.proto\x12\x0ctwinstage.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1dtwinstage/v1/generation.proto\"f\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"o\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\xfb\x01\n\x11RenderChatRequest\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\x8e\x02\n\x10TokenizerService\x12N\n\x08Tokenize\x12\x1d.twinstage.v1.TokenizeRequest\x1a\x1e.twinstage.v1.TokenizeResponse\"\x03\x90\x02\x01\x12T\n\nDetokenize\x12\x1f.twinstage.v1.DetokenizeRequest\x1a .twinstage.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12T\n\nRenderChat\x12\x1f.twinstage.v1.RenderChatRequest\x1a .twinstage.v1.RenderChatResponse\"\x03\x90\x02\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwinstage/v1/tokenizer.proto\x12\x0ctwinstage.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1dtwinstage/v1/generation.proto\"f\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"o\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\xe7\x02\n\x11RenderChatRequest\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.ChatMessage\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x12!\n\x05tools\x18\x07 \x03(\x0b\x32\x12.twinstage.v1.Tool\x12-\n\x0btool_choice\x18\x08 \x01(\x0b\x32\x18.twinstage.v1.ToolChoice\x12\x18\n\x10reasoning_effort\x18\t \x01(\tB\x18\n\x16_add_generation_prompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\x8e\x02\n\x10TokenizerService\x12N\n\x08Tokenize\x12\x1d.twinstage.v1.TokenizeRequest\x1a\x1e.twinstage.v1.TokenizeResponse\"\x03\x90\x02\x01\x12T\n\nDetokenize\x12\x1f.twinstage.v1.DetokenizeRequest\x1a .twinstage.v1.DetokenizeResponse\"\x03\x90\x02\x01\x12T\n\nRenderChat\x12\x1f.twinstage.v1.RenderChatRequest\x1a .twinstage.v1.RenderChatResponse\"\x03\x90\x02\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,9 +49,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZERESPONSE']._serialized_start=379
   _globals['_DETOKENIZERESPONSE']._serialized_end=413
   _globals['_RENDERCHATREQUEST']._serialized_start=416
-  _globals['_RENDERCHATREQUEST']._serialized_end=667
-  _globals['_RENDERCHATRESPONSE']._serialized_start=669
-  _globals['_RENDERCHATRESPONSE']._serialized_end=722
-  _globals['_TOKENIZERSERVICE']._serialized_start=725
-  _globals['_TOKENIZERSERVICE']._serialized_end=995
+  _globals['_RENDERCHATREQUEST']._serialized_end=775
+  _globals['_RENDERCHATRESPONSE']._serialized_start=777
+  _globals['_RENDERCHATRESPONSE']._serialized_end=830
+  _globals['_TOKENIZERSERVICE']._serialized_start=833
+  _globals['_TOKENIZERSERVICE']._serialized_end=1103
 # @@protoc_insertion_point(module_scope)

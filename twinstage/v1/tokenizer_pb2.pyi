@@ -150,6 +150,9 @@ class RenderChatRequest(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Default: the only generation model that is served."""
     chat_template: _builtins.str
@@ -160,6 +163,8 @@ class RenderChatRequest(_message.Message):
     """End the prompt with the opening of the assistant's turn. Default true, or false with continue_final_message."""
     continue_final_message: _builtins.bool
     """Leave the last message open; excludes add_generation_prompt. Default false."""
+    reasoning_effort: _builtins.str
+    """How much to think before answering, as in ChatRequest. Default: as the chat template has it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.ChatMessage]:
         """The conversation, oldest first. At least one message, at most 4,096."""
@@ -167,6 +172,14 @@ class RenderChatRequest(_message.Message):
     @_builtins.property
     def chat_template_kwargs(self) -> _struct_pb2.Struct:
         """Extra variables for the chat template. Default: none."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.Tool]:
+        """Functions that the model may ask the caller to run. Default: none. At most 128."""
+
+    @_builtins.property
+    def tool_choice(self) -> _generation_pb2.ToolChoice:
+        """Whether the model may or must call tools; with NONE it is not shown any. Default: it may."""
 
     def __init__(
         self,
@@ -177,10 +190,13 @@ class RenderChatRequest(_message.Message):
         chat_template_kwargs: _struct_pb2.Struct | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
+        tools: _abc.Iterable[_generation_pb2.Tool] | None = ...,
+        tool_choice: _generation_pb2.ToolChoice | None = ...,
+        reasoning_effort: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "messages", b"messages", "model", b"model", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
