@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from enum import Enum
-from typing import Any
 
+from twinstage.cli.chat_display import AnswerDisplay
+from twinstage.cli.json_output import print_json, show_json
 from twinstage.cli.output import (
     console_for_errors,
     console_for_tables,
@@ -19,7 +17,7 @@ from twinstage.cli.output import (
     usage_line,
     workers_table,
 )
-from twinstage.client import Embeddings, GenerationStream, Options, Summary, TwinstageClient
+from twinstage.client import ChatMessage, Embeddings, GenerationStream, Options, Summary, Tool, TwinstageClient
 from twinstage.client.results import WorkerInfo
 from twinstage.types import Finish
 
@@ -32,10 +30,23 @@ def generate(client: TwinstageClient, prompt: str, *, options: Options, as_json:
         _print_stream(stream, as_json=as_json)
 
 
-def chat(client: TwinstageClient, prompt: str, *, options: Options, as_json: bool) -> None:
+def chat(
+    client: TwinstageClient, prompt: str, *, options: Options, system: str, tools: Sequence[Tool], as_json: bool
+) -> None:
     """Answer one message of the user."""
-    with client, client.chat_stream(prompt, options) as stream:
-        _print_stream(stream, as_json=as_json)
+    messages = [ChatMessage(role="system", content=system)] if system else []
+    messages.append(ChatMessage(role="user", content=prompt))
+    with client, client.chat_stream(messages, options, tools=tools) as stream:
+        if as_json:
+            show_json(stream)
+            return
+        display, finish = AnswerDisplay(), None
+        for delta in stream:
+            display.delta(delta)
+            finish = delta.finish or finish
+        display.end(stream.message())
+    if stream.summary is not None:
+        _print_totals(stream.summary, finish=finish.reason.value if finish is not None else "")
 
 
 def embed(client: TwinstageClient, texts: Sequence[str], *, model: str, timeout_s: float | None, as_json: bool) -> None:
@@ -43,7 +54,7 @@ def embed(client: TwinstageClient, texts: Sequence[str], *, model: str, timeout_
     with client:
         embeddings = client.embed(texts, model=model, timeout_s=timeout_s)
     if as_json:
-        _print_json(embeddings)
+        print_json(embeddings)
         return
     _print_vectors(texts, embeddings)
 
@@ -53,7 +64,7 @@ def workers(client: TwinstageClient, *, as_json: bool) -> None:
     with client:
         found = client.workers()
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         console_for_tables().print(workers_table(found))
 
@@ -72,7 +83,7 @@ def undrain(client: TwinstageClient, worker_id: str, *, as_json: bool) -> None:
 
 def _print_worker(worker: WorkerInfo, *, as_json: bool) -> None:
     if as_json:
-        _print_json(worker)
+        print_json(worker)
     else:
         print(f"{worker.worker_id}  {state_of(worker)}")
 
@@ -82,7 +93,7 @@ def reset_prefix_cache(client: TwinstageClient, *, model: str, worker_id: str, a
     with client:
         told = client.reset_prefix_cache(model=model, worker_id=worker_id)
     if as_json:
-        _print_json(told)
+        print_json(told)
     else:
         for reset in told:
             print(f"{reset.worker_id}  {reset.dropped_blocks} blocks dropped")
@@ -93,23 +104,21 @@ def models(client: TwinstageClient, *, as_json: bool) -> None:
     with client:
         found = client.models()
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         console_for_tables().print(models_table(found))
 
 
 def _print_stream(stream: GenerationStream, *, as_json: bool) -> None:
+    if as_json:
+        show_json(stream)
+        return
     texts: list[str] = []
     finish: Finish | None = None
     for delta in stream:
         texts.append(delta.text)
         finish = delta.finish or finish
-        if not as_json:
-            print(delta.text, end="", flush=True)
-    if as_json:
-        info = {"prompt_info": stream.prompt_info, "summary": stream.summary}
-        _print_json({"text": "".join(texts), "finish": finish, **info})
-        return
+        print(delta.text, end="", flush=True)
     if texts and not "".join(texts).endswith("\n"):
         print()
     if stream.summary is not None:
@@ -128,21 +137,3 @@ def _print_vectors(texts: Sequence[str], embeddings: Embeddings) -> None:
         more = ", ..." if len(vector) > _SHOWN_NUMBERS else ""
         print(f"{len(vector)} dimensions  [{numbers}{more}]  {json.dumps(text, ensure_ascii=False)}")
     _print_totals(embeddings.summary, finish="")
-
-
-def _print_json(value: Any) -> None:
-    json.dump(_plain(value), sys.stdout, ensure_ascii=False)
-    print()
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON types: dataclasses as objects, enumerations as their values."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return _plain(asdict(value))
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,14 +67,32 @@ def generate(
 @takes_flag_groups
 def chat(
     *,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Message to answer; - reads it from standard input.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Message to answer; - reads it from standard input."),
+    ] = None,
+    system: Annotated[str, typer.Option("--system", help="How the model shall behave.")] = "",
+    tools: Annotated[
+        Path | None,
+        typer.Option("--tools", help="JSON file with functions that the model may call; you give their results."),
+    ] = None,
     flags: AskFlags,
     access: AccessFlags,
 ) -> None:
-    """Answer PROMPT as a chat. The text goes to standard output as it comes, usage and timing to standard error."""
-    from twinstage.cli import ask
+    """Answer PROMPT, or hold a conversation: each line is a message, and /help shows commands.
 
-    ask.chat(access.client(flags.address), _text(prompt), options=flags.options(), as_json=flags.as_json)
+    Answers go to standard output as they come, usage and timing to standard error. Ctrl-C ends an answer alone.
+    """
+    from twinstage.cli import ask
+    from twinstage.cli.chat import converse, read_tools
+
+    client = access.client(flags.address)
+    known = read_tools(tools) if tools is not None else ()
+    if prompt is None:
+        converse(client, options=flags.options(), system=system, tools=known, as_json=flags.as_json)
+    else:
+        text = _text(prompt)
+        ask.chat(client, text, options=flags.options(), system=system, tools=known, as_json=flags.as_json)
 
 
 @app.command()
