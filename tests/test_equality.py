@@ -27,7 +27,7 @@ from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("equality"), pytest.mark.timeout(400)]
 
-MAX_TOKENS = 64
+MAX_TOKENS = 40
 LOGPROBS = 2
 BLOCK_SIZE = 16
 CHUNK = 32  # tokens; in deterministic mode known beginnings end at a multiple of it
