@@ -53,6 +53,7 @@ PARSERS = {
     "deepseek_v3.1": ("deepseek_v3", "deepseek_r1"),
     "gemma_2": ("", ""),
     "glm_4.7": ("glm45", "qwen3"),
+    "gpt_oss": ("gpt_oss", ""),
     "granite_3.3": ("granite", "qwen3"),
     "granite_4.0": ("hermes", ""),
     "llama_3": ("llama3_json", ""),

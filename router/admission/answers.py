@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.answers.reasoning import REASONING_STYLES
-from twinstage.text.answers.registry import TOOL_PARSERS, detect_reasoning_parser, detect_tool_parser
+from twinstage.text.answers.registry import (
+    TOOL_PARSERS,
+    WHOLE_ANSWER_PARSERS,
+    detect_reasoning_parser,
+    detect_tool_parser,
+)
 from twinstage.types import AnswerFormat, ChatPrompt, Prompt, ToolChoiceMode
 
 AUTO, NONE = "auto", "none"
@@ -68,16 +73,17 @@ def answer_format(
         return None
     template = prompt.chat_template or model.tokenizer.bundle.chat_template
     reasoning_parser = parsers.reasoning_parser(model.name, template)
-    tool_parser = ""
-    if prompt.tools and (prompt.tool_choice is None or prompt.tool_choice.mode is not ToolChoiceMode.NONE):
-        tool_parser = parsers.tool_parser(model.name, template)
-        if not tool_parser:
-            raise InvalidRequest([FieldViolation("tools", _no_parser(model.name))])
+    tool_parser = parsers.tool_parser(model.name, template)
+    tools = () if prompt.tool_choice is not None and prompt.tool_choice.mode is ToolChoiceMode.NONE else prompt.tools
+    if tools and not tool_parser:
+        raise InvalidRequest([FieldViolation("tools", _no_parser(model.name))])
+    if not tools and tool_parser not in WHOLE_ANSWER_PARSERS:
+        tool_parser = ""
     if not tool_parser and not reasoning_parser:
         return None
     return AnswerFormat(
         tool_parser=tool_parser,
-        tools=prompt.tools if tool_parser else (),
+        tools=tools,
         parallel_tool_calls=prompt.parallel_tool_calls is not False,
         reasoning_parser=reasoning_parser,
         starts_in_reasoning=bool(reasoning_parser) and _starts_in_reasoning(reasoning_parser, prompt, model, token_ids),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twinstage.text.answers.calls import ToolParser
+from twinstage.text.answers.channels import ChannelMessages
 from twinstage.text.answers.json_calls import (
     ArrayCalls,
     CommandCalls,
@@ -36,10 +37,14 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "minimax_m2": MiniMaxCalls,
     "seed_oss": SeedCalls,
     "json_array": ArrayCalls,
+    "gpt_oss": ChannelMessages,
 }
+# Parsers that find reasoning and content, too, so that they read answers without tools as well.
+WHOLE_ANSWER_PARSERS = frozenset({"gpt_oss"})
 
 # What a chat template must hold; the first that fits is taken.
 _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt_oss", ("<|channel|>analysis<|message|>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("glm45", ("<tool_call>", "<arg_key>")),
