@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from prefill_worker.events import FirstToken, PrefillEvent
-from twinstage.errors import FieldViolation, InvalidRequest, TaskNotSupported
+from twinstage.errors import DeadlineExceeded, FieldViolation, InvalidRequest, TaskNotSupported
 from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_from_proto, token_chunk_to_proto
 from twinstage.rpc.worker_service import Loading
 from twinstage.types import Task
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # they import torch, which the process does only once its ser
     from prefill_worker.embedding import EmbeddingWorker
     from prefill_worker.worker import PrefillWorker
 
+REQUEST_TIMEOUT_S = 10.0  # until a call's first message has come; the grant that follows it comes when it can
 SERVICE_NAME = "twinstage.worker.v1.PrefillService"
 
 
@@ -38,7 +40,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         worker = cast("PrefillWorker", self._worker(Task.GENERATE))
         # A call that ends before its request is read is an internal error to the client's gRPC, whatever its status.
-        request = await anext(requests, worker_pb2.PrefillRequest())
+        request = await _first(requests)
         async with worker.arrivals.waiting():
             spec = sequence_spec_from_proto(request.sequence)
             if request.grant_follows:  # the decode worker is still reserving
@@ -65,6 +67,15 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         if model.task is not task:
             raise TaskNotSupported(f"model {model.name} is for {model.task.value}, not for {task.value}")
         return worker
+
+
+async def _first(requests: AsyncIterator[worker_pb2.PrefillRequest]) -> worker_pb2.PrefillRequest:
+    """The first message, empty when there is none. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            return await anext(requests, worker_pb2.PrefillRequest())
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the call brought no request within {REQUEST_TIMEOUT_S:g} s") from error
 
 
 def _event_to_proto(event: PrefillEvent) -> worker_pb2.PrefillResponse:

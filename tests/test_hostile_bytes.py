@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import hostile
 from harness import ProcessCluster, RoleProcess, wait_until
+from twinstage.rpc.server import HANDSHAKE_TIMEOUT_S
+from twinstage.rpc.worker_process import MAX_CONNECTIONS
 from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -37,6 +39,10 @@ def _check_serves(cluster: ProcessCluster) -> None:
         with grpc.insecure_channel(role.address) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, role.name
+    _check_serves_through(cluster)
+
+
+def _check_serves_through(cluster: ProcessCluster) -> None:
     with cluster.channel() as channel:
         request = generation_pb2.GenerateRequest(prompt="Hello", stopping=common_pb2.StoppingOptions(max_tokens=4))
         answer = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=30)
@@ -69,6 +75,29 @@ def test_every_port_survives_what_no_client_sends(tiny_cluster: ProcessCluster) 
         assert role.process.poll() is None
         what = f"{role.name} has closed their connections"
         wait_until(functools.partial(_is_rid_of, role, attackers), timeout_s=30, what=what)
+
+
+def test_a_worker_closes_the_connections_that_are_too_many(tiny_cluster: ProcessCluster) -> None:
+    """And goes on serving its router, which has one."""
+    worker = next(role for role in tiny_cluster.processes if role.ready_event == "worker ready")
+    port = int(worker.address.rpartition(":")[2])
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(hostile.connect_tcp(port)) for _ in range(MAX_CONNECTIONS + 8)]
+        # The others are closed later: when they have not begun HTTP/2 within HANDSHAKE_TIMEOUT_S.
+        wait_until(
+            lambda: sum(map(_is_closed, connections)) >= 8, timeout_s=HANDSHAKE_TIMEOUT_S / 2, what="they are closed"
+        )
+        _check_serves_through(tiny_cluster)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 def _is_rid_of(role: RoleProcess, attackers: set[int]) -> bool:

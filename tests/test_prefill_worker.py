@@ -24,6 +24,7 @@ from twinstage.engine.core import ComputedChunk
 from twinstage.errors import (
     Cancelled,
     ComputeFailed,
+    DeadlineExceeded,
     Draining,
     InvalidRequest,
     KvExhausted,
@@ -550,6 +551,21 @@ async def test_a_call_that_ends_without_its_grant_leaves_an_idle_worker() -> Non
             assert not idle.done()
         async with asyncio.timeout(5):
             await idle
+
+
+async def test_a_request_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_worker.service.REQUEST_TIMEOUT_S", 0.05)
+
+    async def silent() -> AsyncIterator[worker_pb2.PrefillRequest]:
+        await asyncio.Event().wait()
+        yield worker_pb2.PrefillRequest()
+
+    async with _bench() as bench:
+        loading: Loading[PrefillWorker | EmbeddingWorker] = Loading()
+        loading.set(bench.worker)
+        async with asyncio.timeout(5):
+            with pytest.raises(DeadlineExceeded, match="no request"):
+                await anext(PrefillServicer(loading).Prefill(silent(), None))
 
 
 async def test_what_cannot_be_computed_is_refused_at_the_door() -> None:

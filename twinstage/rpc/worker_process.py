@@ -48,6 +48,8 @@ FREE_TIMEOUT_S = 15.0  # or longer than the lease, within which a peer that is s
 # when it ends, the engine's thread must not wait for all that the event loop happens to be converting and sending.
 SWITCH_INTERVAL_S = 0.0005
 
+MAX_CONNECTIONS = 256  # of routers, each of which needs one, and whoever else finds the port; more are closed
+
 logger = get_logger(__name__)
 
 Worker = TypeVar("Worker", bound=ServedWorker)
@@ -79,7 +81,11 @@ class WorkerProcess(Generic[Worker]):
     async def run(self) -> int:
         """Serve until a signal; returns the exit code. Raises ConfigError or ModelError when it cannot start."""
         credentials = credentials_of_process(self._settings)
-        server = create_server(self._interceptors(), keepalive=Keepalive.of_lease(self._settings.lease))
+        server = create_server(
+            self._interceptors(),
+            keepalive=Keepalive.of_lease(self._settings.lease),
+            max_connections=MAX_CONNECTIONS,
+        )
         health = HealthService(self._service_names)
         health.attach(server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(self._loading), server)
