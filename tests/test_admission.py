@@ -34,6 +34,7 @@ from twinstage.types import (
     RawEncodeRequest,
     RawGenerationRequest,
     RawOutput,
+    RawRepetition,
     RawSampling,
     RawStopping,
     Task,
@@ -76,6 +77,10 @@ def violated(error: InvalidRequest) -> list[str]:
     return [violation.field for violation in error.violations]
 
 
+def repetition(**limits: int) -> dict[str, Any]:
+    return {"stopping": RawStopping(repetition=RawRepetition(**limits))}
+
+
 # --- fields ---------------------------------------------------------------------------------------
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -101,6 +106,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stopping": RawStopping(stop=("a",) * 17)}, "stopping.stop"),
     ({"stopping": RawStopping(stop_token_ids=(1, 2, 257))}, "stopping.stop_token_ids[2]"),
     ({"stopping": RawStopping(time_limit_s=0.0)}, "stopping.time_limit"),
+    (repetition(min_pattern_size=0), "stopping.repetition_detection.min_pattern_size"),
+    (repetition(min_pattern_size=257), "stopping.repetition_detection.min_pattern_size"),
+    (repetition(max_pattern_size=257), "stopping.repetition_detection.max_pattern_size"),
+    (repetition(min_pattern_size=5, max_pattern_size=4), "stopping.repetition_detection.max_pattern_size"),
+    (repetition(min_count=1), "stopping.repetition_detection.min_count"),
     ({"output": RawOutput(logprobs=21)}, "output.logprobs"),
     ({"output": RawOutput(prompt_logprobs=21)}, "output.prompt_logprobs"),
     ({"priority": 101}, "priority"),
@@ -170,7 +180,6 @@ def test_a_bad_list_does_not_crowd_out_the_rest() -> None:
         ({"sampling": RawSampling(n=2)}, "sampling.n"),
         ({"output": RawOutput(prompt_logprobs=0)}, "output.prompt_logprobs"),
         ({"has_structured_output": True}, "structured_output"),
-        ({"stopping": RawStopping(has_repetition_detection=True)}, "stopping.repetition_detection"),
     ],
 )
 def test_what_this_version_cannot_do_is_named(changes: dict[str, Any], named: str) -> None:

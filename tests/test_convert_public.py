@@ -27,6 +27,7 @@ from twinstage.types import (
     ProducedToken,
     RawGenerationRequest,
     RawOutput,
+    RawRepetition,
     RawSampling,
     RawStopping,
     Role,
@@ -54,7 +55,7 @@ FULL_REQUEST = """{
                "presencePenalty": -0.5, "frequencyPenalty": 0.3, "seed": "18446744073709551615",
                "logitBias": {"7": -1.5}},
   "stopping": {"maxTokens": 9, "minTokens": 1, "stop": ["a", "b"], "stopTokenIds": [4], "includeStopStrInOutput": true,
-               "ignoreEos": true, "timeLimit": "1.500s", "repetitionDetection": {}},
+               "ignoreEos": true, "timeLimit": "1.500s", "repetitionDetection": {"minCount": 3}},
   "output": {"logprobs": 3, "promptLogprobs": 0, "returnTokenIds": true, "skipSpecialTokens": false},
   "structuredOutput": {"regex": "a"}
 }"""
@@ -86,7 +87,7 @@ def test_every_field_of_a_generate_request() -> None:
             include_stop_str_in_output=True,
             ignore_eos=True,
             time_limit_s=1.5,
-            has_repetition_detection=True,
+            repetition=RawRepetition(min_count=3),
         ),
         output=RawOutput(logprobs=3, prompt_logprobs=0, return_token_ids=True, skip_special_tokens=False),
         has_structured_output=True,

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Executor
 
 from router.admission.answers import ParserChoice, answer_format
-from router.admission.defaults import resolve_max_tokens, resolve_sampling
+from router.admission.defaults import resolve_max_tokens, resolve_repetition, resolve_sampling
 from router.admission.prompts import check_length, field_of, tokenize, tokenize_rendered
 from router.worker_entry import ServedModel
 from twinstage.text.answers.registry import special_tokens_of
@@ -57,6 +57,7 @@ class Admission:
                 skip_special_tokens=raw.output.skip_special_tokens,
                 return_token_ids=raw.output.return_token_ids,
                 kept_special_tokens=special_tokens_of(answer),
+                repetition=resolve_repetition(raw.stopping.repetition),
             ),
             arrived_s=arrived_s,
             deadline_s=deadline_s,

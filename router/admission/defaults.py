@@ -11,13 +11,16 @@ from twinstage.types import (
     ChatPrompt,
     Prompt,
     RawGenerationRequest,
+    RawRepetition,
     RawSampling,
+    RepetitionLimits,
     SamplingParameters,
     TextPrompt,
     TokenPrompt,
 )
 
 DEFAULT_MAX_TOKENS = 16  # of Generate; Chat goes on to the context limit
+DEFAULT_MIN_PATTERN_SIZE, DEFAULT_MAX_PATTERN_SIZE, DEFAULT_MIN_COUNT = 1, 16, 4  # of repetition_detection
 CHARACTERS_PER_TOKEN = 4  # about as many in English
 
 Number = TypeVar("Number", int, float)
@@ -45,6 +48,18 @@ def resolve_sampling(raw: RawSampling, model: ServedModel) -> SamplingParameters
         frequency_penalty=raw.frequency_penalty or 0.0,
         seed=raw.seed if raw.seed is not None else secrets.randbits(64),
         logit_bias=raw.logit_bias,
+    )
+
+
+def resolve_repetition(raw: RawRepetition | None) -> RepetitionLimits | None:
+    """The API's own defaults, which no model file has."""
+    if raw is None:
+        return None
+    shortest = raw.min_pattern_size or DEFAULT_MIN_PATTERN_SIZE
+    return RepetitionLimits(
+        min_pattern_size=shortest,
+        max_pattern_size=raw.max_pattern_size or max(shortest, DEFAULT_MAX_PATTERN_SIZE),
+        min_count=raw.min_count or DEFAULT_MIN_COUNT,
     )
 
 

@@ -8,6 +8,8 @@ from router.limits import (
     MAX_BIAS,
     MAX_CHOICES,
     MAX_LOGPROBS,
+    MAX_PATTERN_COUNT,
+    MAX_PATTERN_SIZE,
     MAX_PRIORITY,
     MAX_SALT_BYTES,
     MAX_STOP_CHARACTERS,
@@ -21,6 +23,7 @@ from twinstage.types import (
     ChatPrompt,
     Prompt,
     RawGenerationRequest,
+    RawRepetition,
     RawSampling,
     RawStopping,
     TextPrompt,
@@ -54,7 +57,6 @@ def _refuse_unimplemented(raw: RawGenerationRequest) -> None:
         "batch": isinstance(raw.prompt, BatchPrompt),
         "structured_output": raw.has_structured_output,
         "output.prompt_logprobs": raw.output.prompt_logprobs is not None,
-        "stopping.repetition_detection": raw.stopping.has_repetition_detection,
     }
     if isinstance(raw.prompt, ChatPrompt) and raw.prompt.tool_choice is not None:
         forced = raw.prompt.tool_choice.mode
@@ -124,3 +126,17 @@ def _check_stopping(violations: Violations, stopping: RawStopping, model: Served
             )
     violations.check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, model.description.vocab_size)
     violations.check_number("stopping.time_limit", stopping.time_limit_s, low=0, low_is_open=True)
+    if stopping.repetition is not None:
+        _check_repetition(violations, stopping.repetition)
+
+
+def _check_repetition(violations: Violations, repetition: RawRepetition) -> None:
+    path, shortest = "stopping.repetition_detection", repetition.min_pattern_size
+    violations.check_number(f"{path}.min_pattern_size", shortest, low=1, high=MAX_PATTERN_SIZE)
+    violations.check_number(f"{path}.max_pattern_size", repetition.max_pattern_size, low=1, high=MAX_PATTERN_SIZE)
+    violations.check_number(f"{path}.min_count", repetition.min_count, low=2, high=MAX_PATTERN_COUNT)
+    if None not in (shortest, repetition.max_pattern_size) and repetition.max_pattern_size < shortest:
+        violations.add(
+            f"{path}.max_pattern_size",
+            f"must be at least min_pattern_size, {shortest}, is {repetition.max_pattern_size}",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twinstage.client.aio import AsyncGenerationStream, AsyncTwinstageClient
 from twinstage.client.client import GenerationStream, TwinstageClient
-from twinstage.client.options import Options, Output, Sampling, Stopping
+from twinstage.client.options import Options, Output, Repetition, Sampling, Stopping
 from twinstage.client.results import (
     Continuation,
     Delta,
@@ -36,6 +36,7 @@ __all__ = [
     "Output",
     "PrefixCacheReset",
     "PromptInfo",
+    "Repetition",
     "Sampling",
     "Stopping",
     "Summary",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from twinstage.types import RawOutput, RawSampling, RawStopping
+from twinstage.types import RawOutput, RawRepetition, RawSampling, RawStopping
 
 # The same types that the router makes of a message: every field may be left out, and the router checks them.
 Sampling = RawSampling
 Stopping = RawStopping
+Repetition = RawRepetition
 Output = RawOutput
 
 

@@ -41,6 +41,7 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "seed",
 )
+_REPETITION_FIELDS = ("min_pattern_size", "max_pattern_size", "min_count")
 
 
 @contextmanager
@@ -145,8 +146,10 @@ def _stopping(stopping: Stopping) -> common_pb2.StoppingOptions:
         message.min_tokens = stopping.min_tokens
     if stopping.time_limit_s is not None:
         message.time_limit.CopyFrom(seconds_to_proto(stopping.time_limit_s))
-    if stopping.has_repetition_detection:
-        message.repetition_detection.CopyFrom(common_pb2.RepetitionDetection())
+    if stopping.repetition is not None:
+        given = {name: getattr(stopping.repetition, name) for name in _REPETITION_FIELDS}
+        present = {name: value for name, value in given.items() if value is not None}
+        message.repetition_detection.CopyFrom(common_pb2.RepetitionDetection(**present))
     return message
 
 

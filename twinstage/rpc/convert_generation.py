@@ -25,6 +25,7 @@ from twinstage.types import (
     ProducedToken,
     RawGenerationRequest,
     RawOutput,
+    RawRepetition,
     RawSampling,
     RawStopping,
     TextPrompt,
@@ -103,7 +104,16 @@ def stopping_from_proto(stopping: common_pb2.StoppingOptions) -> RawStopping:
         include_stop_str_in_output=stopping.include_stop_str_in_output,
         ignore_eos=stopping.ignore_eos,
         time_limit_s=seconds_from_proto(stopping.time_limit) if has_time_limit else None,
-        has_repetition_detection=stopping.HasField("repetition_detection"),
+        repetition=_repetition_from_proto(stopping) if stopping.HasField("repetition_detection") else None,
+    )
+
+
+def _repetition_from_proto(stopping: common_pb2.StoppingOptions) -> RawRepetition:
+    repetition = stopping.repetition_detection
+    return RawRepetition(
+        min_pattern_size=optional_from_proto(repetition, "min_pattern_size"),
+        max_pattern_size=optional_from_proto(repetition, "max_pattern_size"),
+        min_count=optional_from_proto(repetition, "min_count"),
     )
 
 

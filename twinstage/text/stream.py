@@ -1,6 +1,7 @@
 """The text of one continuation, from the tokens that workers produce.
 
     tokens -> IncrementalDetokenizer -> StopMatcher -> deltas
+         \-> RepetitionDetector, if that is asked for
 
 Joining the text of all deltas gives the text of a unary call, which is made the same way.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinstage.text.detokenize import IncrementalDetokenizer
+from twinstage.text.repetition import RepetitionDetector
 from twinstage.text.stop import StopMatcher, StopResult
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import Finish, FinishReason, ProducedToken, TextOptions, TokenChunk
@@ -30,8 +32,9 @@ class TextDelta:
 class TextStream:
     """Turns the chunks of one continuation into deltas.
 
-    Stop strings are matched in the text that follows the first `min_tokens` tokens. The text of a stop token that
-    ended the generation is left out unless `include_stop_str_in_output` is set, like that of a stop string.
+    Stop strings are matched in the text that follows the first `min_tokens` tokens, and repetitions end nothing before.
+    The text of a stop token that ended the generation is left out unless `include_stop_str_in_output` is set, like that
+    of a stop string. Of two reasons to end with the same token, a stop string counts first, then what the worker says.
     """
 
     def __init__(self, tokenizer: TextTokenizer, options: TextOptions, min_tokens: int = 0) -> None:
@@ -41,6 +44,7 @@ class TextStream:
             kept=tokenizer.special_ids_of(options.kept_special_tokens),
         )
         self._matcher = StopMatcher(options.stop, include_in_output=options.include_stop_str_in_output)
+        self._repetition = RepetitionDetector(options.repetition) if options.repetition is not None else None
         self._include_stop_token = options.include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -56,7 +60,7 @@ class TextStream:
         return self._is_finished
 
     def push(self, chunk: TokenChunk) -> TextDelta:
-        """Take new tokens. Tokens after a matched stop string are dropped, and so are chunks after the end."""
+        """Take new tokens. Those after the end are dropped: after a stop string, a repetition, or the last chunk."""
         if self._is_finished:
             return TextDelta()
         pieces: list[str] = []
@@ -65,6 +69,8 @@ class TextStream:
             pieces.append(result.text)
             if result.matched is not None:
                 return self._stopped(pieces, chunk.tokens[:position], result.matched)
+            if self._repeats(token) and (chunk.finish is None or position < len(chunk.tokens)):
+                return self._ended(pieces, chunk.tokens[:position], Finish(reason=FinishReason.REPETITION))
         if chunk.finish is None:
             return TextDelta(text="".join(pieces), tokens=chunk.tokens)
         return self._ended(pieces, chunk.tokens, chunk.finish)
@@ -84,6 +90,11 @@ class TextStream:
         if self._num_tokens <= self._min_tokens:
             return StopResult(text)
         return self._matcher.push(text)
+
+    def _repeats(self, token: ProducedToken) -> bool:
+        if self._repetition is None:
+            return False
+        return self._repetition.push(token.token_id) and self._num_tokens >= self._min_tokens
 
     def _stopped(self, pieces: list[str], tokens: tuple[ProducedToken, ...], matched: str) -> TextDelta:
         self._is_finished = True

@@ -22,13 +22,20 @@ from twinstage.types.requests import (
     RawEncodeRequest,
     RawGenerationRequest,
     RawOutput,
+    RawRepetition,
     RawSampling,
     RawStopping,
     TextPrompt,
     TokenPrompt,
     Truncation,
 )
-from twinstage.types.sequences import AdmittedRequest, SamplingParameters, SequenceSpec, TextOptions
+from twinstage.types.sequences import (
+    AdmittedRequest,
+    RepetitionLimits,
+    SamplingParameters,
+    SequenceSpec,
+    TextOptions,
+)
 from twinstage.types.tokens import Finish, FinishReason, ProducedToken, TokenAlternative, TokenChunk, TokenLogprobs
 from twinstage.types.tools import AnswerFormat, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
 from twinstage.types.workers import KvEndpoint, KvGrant, ModelDescription, WorkerDescription, WorkerLoad
@@ -53,8 +60,10 @@ __all__ = [
     "RawEncodeRequest",
     "RawGenerationRequest",
     "RawOutput",
+    "RawRepetition",
     "RawSampling",
     "RawStopping",
+    "RepetitionLimits",
     "RequestId",
     "Role",
     "SamplingParameters",

@@ -27,6 +27,15 @@ class RawSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RawRepetition:
+    """Limits of repetition as a client sent them; None where it left one out."""
+
+    min_pattern_size: int | None = None
+    max_pattern_size: int | None = None
+    min_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawStopping:
     """Stopping fields as a client sent them; None where it left one out."""
 
@@ -37,7 +46,7 @@ class RawStopping:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     time_limit_s: float | None = None
-    has_repetition_detection: bool = False
+    repetition: RawRepetition | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

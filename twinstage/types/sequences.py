@@ -52,14 +52,27 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionLimits:
+    """A generation ends when its last tokens are a pattern of an allowed size (in tokens), `min_count` times in a row."""
+
+    min_pattern_size: int
+    max_pattern_size: int
+    min_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How the router turns tokens into text. Special tokens of `kept_special_tokens` stay in it whatever is skipped."""
+    """How the router turns tokens into text, and what ends a generation that workers know nothing of.
+
+    Special tokens of `kept_special_tokens` stay in it whatever is skipped.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     kept_special_tokens: frozenset[str] = frozenset()
+    repetition: RepetitionLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
