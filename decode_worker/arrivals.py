@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from decode_worker.grants import blocks_needed, make_grant
+from decode_worker.grants import blocks_needed, make_grant, num_handed_over
 from decode_worker.intake import Intake, OpenGrant
 from decode_worker.request import DecodeRequest, RequestBook, blamed
 from decode_worker.reservations import Reservations, Wish
@@ -65,8 +65,9 @@ class Arrivals:
         self._end = end
         self._intake = Intake(
             submit=engine.submit,
+            copy_block=parts.memory.copy_block,
             on_opened=lambda transfer_id: self._call_soon(self._opened, transfer_id),
-            on_committed=lambda transfer_id, received: self._call_soon(self._committed, transfer_id, received),
+            on_committed=lambda *what: self._call_soon(self._committed, *what),
             on_failed=lambda transfer_id, error: self._call_soon(self._transfer_failed, transfer_id, error),
             on_rejected=lambda key, error: self._call_soon(on_rejected, key, error),
         )
@@ -104,14 +105,25 @@ class Arrivals:
         """
         if len(self._requests) >= MAX_REQUESTS:
             raise KvExhausted(f"this decode worker has {MAX_REQUESTS} requests already")
-        needed = blocks_needed(spec, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
+        needed = blocks_needed(
+            spec,
+            self._parts.layout,
+            pool_blocks=self._parts.pool.num_blocks,
+            max_num_sequences=self._description.max_num_sequences,
+        )
         transfer_id = secrets.randbits(63)
         key = RequestId(f"{spec.request_id}#{transfer_id:x}")
 
         def use(table: BlockTable) -> DecodeRequest:
             lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
-            endpoints = self._receiver.endpoints
-            grant = make_grant(table, self._description, transfer_id=transfer_id, endpoints=endpoints, lease_s=lease_s)
+            grant = make_grant(
+                table,
+                self._description,
+                num_blocks=self._parts.layout.blocks_for(num_handed_over(spec)),
+                transfer_id=transfer_id,
+                endpoints=self._receiver.endpoints,
+                lease_s=lease_s,
+            )
             self._receiver.expect(grant)  # raises before anything else knows of the grant
             lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
             request = DecodeRequest(
@@ -157,6 +169,10 @@ class Arrivals:
         self._receiver.revoke(transfer_id, fenced)
         return True
 
+    def end_choice(self, request: DecodeRequest, index: int) -> bool:
+        """One choice of a request shall not begin. False, with nothing done, when the blocks were committed."""
+        return self._intake.end_choice(request.grant.transfer_id, index)
+
     def close(self) -> None:
         """End the channel's threads."""
         self._receiver.close()
@@ -170,11 +186,14 @@ class Arrivals:
         if (request := self._requests.expected(transfer_id)) is not None:
             request.lifecycle.advance(DecodePhase.RECEIVING)
 
-    def _committed(self, transfer_id: int, received: ReceivedBlocks) -> None:
+    def _committed(self, transfer_id: int, received: ReceivedBlocks, going_on: frozenset[int]) -> None:
         if (request := self._requests.committed(transfer_id)) is not None:
             request.lease.cancel()
             request.kv_bytes_received = received.kv_bytes
+            request.running &= going_on
             request.lifecycle.advance(DecodePhase.QUEUED)
+            if not request.running:  # the last one of those was ended in this moment
+                self._end(request, CancelledOutcome())
 
     def _transfer_failed(self, transfer_id: int, error: TransferError) -> None:
         if (request := self._requests.expected(transfer_id)) is not None:

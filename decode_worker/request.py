@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass, field
 
 from decode_worker.sessions import SequenceTotals, Session
+from twinstage.engine.choices import choice_id
 from twinstage.engine.sequence import SequenceStats
 from twinstage.errors import DeadlineExceeded, TwinstageError
 from twinstage.kv.block_pool import BlockTable
@@ -29,16 +31,23 @@ class DecodeRequest:
     deadline_s: float  # monotonic; the request's own
     lifecycle: Lifecycle[DecodePhase] = field(default_factory=decode_lifecycle)
     kv_bytes_received: int = 0
+    names: tuple[RequestId, ...] = ()  # of its choices in the engine
+    running: set[int] = field(default_factory=set)  # choices that have not ended, as far as is known
+    finished: list[SequenceStats] = field(default_factory=list)  # of choices that ended by themselves
+
+    def __post_init__(self) -> None:
+        self.names = tuple(choice_id(self.key, index) for index in range(self.spec.num_choices))
+        self.running = set(range(self.spec.num_choices))
 
 
-def totals_of(request: DecodeRequest, stats: SequenceStats) -> SequenceTotals:
-    """What the router is told of a finished request."""
+def totals_of(request: DecodeRequest) -> SequenceTotals:
+    """What the router is told of a request of which the last choice has finished."""
     return SequenceTotals(
         request_id=request.spec.request_id,
-        queue_s=stats.queue_s,
-        decode_s=stats.decode_s,
+        queue_s=max(stats.queue_s for stats in request.finished),
+        decode_s=max(stats.decode_s for stats in request.finished),
         kv_bytes_received=request.kv_bytes_received,
-        computed_prompt_tokens=stats.computed_prompt_tokens,
+        computed_prompt_tokens=sum(stats.computed_prompt_tokens for stats in request.finished),
     )
 
 
@@ -54,24 +63,31 @@ class RequestBook:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, DecodeRequest] = {}
+        self._choices: dict[RequestId, tuple[DecodeRequest, int]] = {}  # by name in the engine
         self._expected: dict[int, DecodeRequest] = {}  # by transfer, until it is committed
-        self._freeing: set[RequestId] = set()
+        self._freeing: dict[int, tuple[RequestId, ...]] = {}  # names that hold blocks, by number
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._live) + len(self._freeing)
 
     def knows(self, owner: str) -> bool:
         """Whether blocks may be held in this name."""
-        return owner in self._live or owner in self._freeing
+        return owner in self._live or owner in self._choices or any(owner in names for names in self._freeing.values())
 
     def enter(self, request: DecodeRequest) -> None:
         """A request whose blocks were granted."""
         self._live[request.key] = request
+        self._choices |= {name: (request, index) for index, name in enumerate(request.names)}
         self._expected[request.grant.transfer_id] = request
 
     def get(self, key: RequestId) -> DecodeRequest | None:
-        """The live request that the engine knows by `key`."""
+        """The live request of that name."""
         return self._live.get(key)
+
+    def choice(self, name: RequestId) -> tuple[DecodeRequest, int] | None:
+        """The live request, and which of its choices the engine knows by `name`."""
+        return self._choices.get(name)
 
     def live(self, session: Session | None = None) -> list[DecodeRequest]:
         """All live requests, or those of one session."""
@@ -88,11 +104,20 @@ class RequestBook:
     def end(self, request: DecodeRequest) -> None:
         """The request lives no more."""
         del self._live[request.key]
+        for name in request.names:
+            self._choices.pop(name, None)
         self._expected.pop(request.grant.transfer_id, None)
 
-    def hold(self, key: RequestId) -> None:
-        """Somebody may still touch the blocks of a request that ends, until `freed`."""
-        self._freeing.add(key)
+    def end_choice(self, request: DecodeRequest, index: int) -> None:
+        """One choice of a request lives no more."""
+        request.running.discard(index)
+        self._choices.pop(request.names[index], None)
 
-    def freed(self, key: RequestId) -> None:
-        self._freeing.discard(key)
+    def hold(self, names: tuple[RequestId, ...]) -> int:
+        """Somebody may still touch the blocks of what ends by these names, until the number returned is `freed`."""
+        number = next(self._numbers)
+        self._freeing[number] = names
+        return number
+
+    def freed(self, number: int) -> None:
+        self._freeing.pop(number, None)

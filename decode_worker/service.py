@@ -111,9 +111,7 @@ async def _read(worker: DecodeWorker, session: Session, requests: AsyncIterator[
                 case "reserve":
                     reserving.start(request.reserve)
                 case "abort":
-                    request_id = RequestId(request.abort.request_id)
-                    reserving.cancel(request_id)
-                    worker.abort(session, request_id)
+                    _abort(worker, session, reserving, request.abort)
                 case "alive":
                     pass  # it has been heard
                 case _:
@@ -123,6 +121,15 @@ async def _read(worker: DecodeWorker, session: Session, requests: AsyncIterator[
     finally:
         reserving.cancel_all()
         worker.end_session(session)  # at once, even while a message waits for the router to read
+
+
+def _abort(worker: DecodeWorker, session: Session, reserving: _Reserving, message: worker_pb2.SessionAbort) -> None:
+    request_id = RequestId(message.request_id)
+    if message.HasField("choice_index"):
+        worker.abort(session, request_id, message.choice_index)
+        return
+    reserving.cancel(request_id)
+    worker.abort(session, request_id)
 
 
 class _Reserving:

@@ -20,10 +20,11 @@ from dataclasses import replace
 from functools import partial
 
 from decode_worker.arrivals import Arrivals
+from decode_worker.deliveries import Deliveries
 from decode_worker.grants import block_names
 from decode_worker.intake import Intake
-from decode_worker.request import DecodeRequest, RequestBook, totals_of
-from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, StepMessages, session_lost
+from decode_worker.request import DecodeRequest, RequestBook
+from decode_worker.sessions import Session, SessionFailure, SessionMessage, Sessions, session_lost
 from twinstage.engine.core import EngineCore, StepOutput
 from twinstage.engine.loop import EngineLoop
 from twinstage.errors import Cancelled, Draining, InternalError, TwinstageError
@@ -32,7 +33,7 @@ from twinstage.hosting.books import Leaks
 from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard, pool_load
 from twinstage.hosting.sequence_check import check_sequence
-from twinstage.lifecycle import CancelledOutcome, DecodePhase, Failed, Finished, Outcome
+from twinstage.lifecycle import CancelledOutcome, Failed, Finished, Outcome
 from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.receiver import KvReceiver
@@ -73,6 +74,7 @@ class DecodeWorker:
             on_rejected=self._rejected,
             on_change=self._note_change,
         )
+        self._deliveries = Deliveries(self._requests, tell=self._tell, settle=self._settle, end=self._end)
         self._finished = 0
         self._door = Door("decode worker")
         self._is_ending = False
@@ -101,13 +103,27 @@ class DecodeWorker:
             self._end(request, CancelledOutcome())
         self._note_change()
 
-    def abort(self, session: Session, request_id: RequestId) -> None:
-        """The router ends a request; nothing happens when it has ended already."""
+    def abort(self, session: Session, request_id: RequestId, choice: int | None = None) -> None:
+        """The router ends a request, or one choice of it; nothing happens when it has ended already."""
+        if choice is not None:
+            self._abort_choice(session, request_id, choice)
+            return
         ended = Cancelled(f"request {request_id} was ended by the router")
         self._arrivals.refuse(ended, session_id=session.session_id, request_id=request_id)
         for request in self._requests.live(session):
             if request.spec.request_id == request_id:
                 self._end(request, CancelledOutcome())
+
+    def _abort_choice(self, session: Session, request_id: RequestId, index: int) -> None:
+        for request in self._requests.live(session):
+            if request.spec.request_id != request_id or index not in request.running:
+                continue
+            if len(request.running) == 1:
+                self._end(request, CancelledOutcome())
+                continue
+            self._requests.end_choice(request, index)
+            if not self._arrivals.end_choice(request, index):
+                self._drop((request.names[index],))
 
     async def reserve(self, session_id: str, spec: SequenceSpec, *, timeout_s: float) -> tuple[KvGrant, float]:
         """Reserve blocks for a request and return the grant, and the seconds it waited for them.
@@ -145,26 +161,7 @@ class DecodeWorker:
             self._settle(request, Failed(error if isinstance(error, TwinstageError) else InternalError(str(error))))
 
     def _deliver(self, output: StepOutput) -> None:
-        told = StepMessages()
-        stats = {entry.request_id: entry for entry in output.finished}
-        for key in output.preempted:
-            request = self._requests.get(key)
-            if request is not None and request.lifecycle.phase is DecodePhase.DECODING:
-                request.lifecycle.advance(DecodePhase.QUEUED)
-        for chunk in output.chunks:
-            if (request := self._requests.get(chunk.request_id)) is None:
-                continue  # ended while the step ran
-            if request.lifecycle.phase is DecodePhase.QUEUED:
-                request.lifecycle.advance(DecodePhase.DECODING)
-            totals = totals_of(request, stats[request.key]) if chunk.finish is not None else None
-            told.add(request.session, replace(chunk, request_id=request.spec.request_id), totals)
-            if chunk.finish is not None:
-                self._settle(request, Finished(chunk.finish.reason))
-        for session, message in told.messages():
-            self._tell(session, message)
-        for failure in output.failed:
-            if (request := self._requests.get(failure.request_id)) is not None:
-                self._settle(request, Failed(failure.error))
+        self._deliveries.deliver(output)
         self._blocks_freed()
 
     def _tell(self, session: Session, message: SessionMessage) -> None:
@@ -177,11 +174,17 @@ class DecodeWorker:
         """End a request, if it lives, and give its blocks back through whoever may still touch them."""
         if request.lifecycle.outcome is not None:
             return
-        self._requests.hold(request.key)
+        held = self._requests.hold(request.names)
         self._settle(request, outcome)
-        if not self._arrivals.give_up(request, lambda: self._call_soon(self._freed, request.key)):
-            dropped = self._engine.submit(partial(_drop, request.key))
-            dropped.add_done_callback(lambda _: self._call_soon(self._freed, request.key))
+        if not self._arrivals.give_up(request, lambda: self._call_soon(self._freed, held)):
+            self._drop(request.names)
+            self._requests.freed(held)
+
+    def _drop(self, names: tuple[RequestId, ...]) -> None:
+        """Let the engine end sequences; their blocks are held in these names until it has."""
+        held = self._requests.hold(names)
+        dropped = self._engine.submit(partial(_abort, names))
+        dropped.add_done_callback(lambda _: self._call_soon(self._freed, held))
 
     def _settle(self, request: DecodeRequest, outcome: Outcome) -> None:
         """The request is over; tell the router if it does not know."""
@@ -195,8 +198,8 @@ class DecodeWorker:
             self._tell(request.session, SessionFailure(request_id=request.spec.request_id, error=outcome.error))
         self._note_change()
 
-    def _freed(self, key: RequestId) -> None:
-        self._requests.freed(key)
+    def _freed(self, held: int) -> None:
+        self._requests.freed(held)
         self._blocks_freed()
 
     def _blocks_freed(self) -> None:
@@ -276,6 +279,7 @@ class DecodeWorker:
         return self._parts.close()
 
 
-def _drop(key: RequestId, core: EngineCore) -> None:
+def _abort(names: tuple[RequestId, ...], core: EngineCore) -> None:
     """On the engine's thread."""
-    core.abort(key)
+    for name in names:
+        core.abort(name)

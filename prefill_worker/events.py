@@ -9,9 +9,9 @@ from twinstage.types import TokenChunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """The first token; it may also be the last."""
+    """The first token of every choice, in order; it may also be the last."""
 
-    chunk: TokenChunk
+    chunks: tuple[TokenChunk, ...]
     queue_s: float
     prefill_s: float
     cached_prompt_tokens: int

@@ -19,7 +19,7 @@ from twinstage.engine.core import ComputedChunk
 from twinstage.errors import TransferError, TwinstageError
 from twinstage.transfer.sender import OutgoingTransfer
 from twinstage.transfer.values import HandoverCommit
-from twinstage.types import ProducedToken, RequestId
+from twinstage.types import RequestId
 
 
 class Handoff:
@@ -66,11 +66,11 @@ class Handoff:
                 self._closed = True
                 self._unless_refused(lambda: self._transfer.commit(commit))
 
-    def complete(self, computed: ComputedChunk, token: ProducedToken) -> None:
-        """The prompt is computed, and the generation goes on elsewhere with `token`: hand over what is left."""
+    def complete(self, computed: ComputedChunk, first_tokens: tuple[tuple[int, int], ...]) -> None:
+        """The prompt is computed, and the generation goes on elsewhere with `first_tokens`: hand over what is left."""
         self.advance(computed)
         request_id = RequestId(computed.request_id.rpartition("#")[0])  # by which router and decode worker know it
-        self.commit(HandoverCommit(request_id=request_id, num_tokens=computed.total_tokens, token=token))
+        self.commit(HandoverCommit(request_id=request_id, num_tokens=computed.total_tokens, first_tokens=first_tokens))
 
     def abort(self) -> None:
         """Give the hand-over up; idempotent. The transfer's result still follows."""

@@ -82,7 +82,8 @@ def _event_to_proto(event: PrefillEvent) -> worker_pb2.PrefillResponse:
     if isinstance(event, FirstToken):
         return worker_pb2.PrefillResponse(
             first_token=worker_pb2.FirstToken(
-                chunk=token_chunk_to_proto(event.chunk),
+                chunk=token_chunk_to_proto(event.chunks[0]),
+                other_chunks=[token_chunk_to_proto(chunk) for chunk in event.chunks[1:]],
                 queue_us=round(event.queue_s * 1e6),
                 prefill_us=round(event.prefill_s * 1e6),
                 cached_prompt_tokens=event.cached_prompt_tokens,

@@ -15,9 +15,11 @@ engine frees them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from prefill_worker.arrivals import Arrivals
 from prefill_worker.events import FirstToken, HandedOver, PrefillEvent
@@ -158,28 +160,29 @@ class PrefillWorker:
                 request.lifecycle.advance(PrefillPhase.COMPUTING)
         stats = {entry.request_id: entry for entry in (*output.prefilled, *output.finished)}
         last = {computed.request_id: computed for computed in output.computed}
-        for chunk in output.chunks:
-            request = self._requests.get(chunk.request_id)
+        for key, chunks in itertools.groupby(output.chunks, key=attrgetter("request_id")):  # of all choices at once
+            request = self._requests.get(key)
             if request is not None and request.lifecycle.outcome is None:
-                self._first_token(request, chunk, stats[chunk.request_id], last[chunk.request_id])
+                self._first_token(request, tuple(chunks), stats[key], last[key])
         for failure in output.failed:
             if (request := self._requests.get(failure.request_id)) is not None:
                 self._end(request, Failed(failure.error))
         self.loads.changed()
 
     def _first_token(
-        self, request: PrefillRequest, chunk: TokenChunk, stats: SequenceStats, computed: ComputedChunk
+        self, request: PrefillRequest, chunks: tuple[TokenChunk, ...], stats: SequenceStats, computed: ComputedChunk
     ) -> None:
         request.events.put_nowait(
             FirstToken(
-                chunk=replace(chunk, request_id=request.spec.request_id),
+                chunks=tuple(replace(chunk, request_id=request.spec.request_id) for chunk in chunks),
                 queue_s=stats.queue_s,
                 prefill_s=stats.prefill_s,
                 cached_prompt_tokens=max(0, len(request.spec.prompt_token_ids) - stats.computed_prompt_tokens),
             )
         )
-        if chunk.finish is not None:
-            self._end(request, Finished(chunk.finish.reason))
+        going_on = [chunk for chunk in chunks if chunk.finish is None]
+        if (finish := chunks[-1].finish) is not None and not going_on:
+            self._end(request, Finished(finish.reason))
         elif request.handoff is None:
             self._end(
                 request, Failed(InternalError("the generation goes on after its first token, but there was no grant"))
@@ -188,7 +191,8 @@ class PrefillWorker:
             request.lifecycle.advance(PrefillPhase.SENDING)
             # The last blocks are copied and checked on the cores that take the first token to the client, so they are
             # sent behind it: whoever reads the events was woken before, and has written it by then.
-            self._loop.call_soon(request.handoff.complete, computed, chunk.tokens[-1])
+            first_tokens = tuple((chunk.choice_index, chunk.tokens[-1].token_id) for chunk in going_on)
+            self._loop.call_soon(request.handoff.complete, computed, first_tokens)
 
     def _transfer_ended(self, request: PrefillRequest, outcome: TransferOutcome) -> None:
         request.transfer_open = False

@@ -130,7 +130,7 @@ def stand_by(
     assert decode.session is not None
     blocks = decode.candidate().blocks_for(len(spec.prompt_token_ids) + len(spec.resumed_token_ids))
     with (
-        decode.ledger.placed(blocks=blocks) as placement,
+        decode.ledger.placed(sequences=spec.num_choices, blocks=blocks + spec.num_choices - 1) as placement,
         decode.session.subscribe(spec.request_id) as subscription,
         contextlib.ExitStack() as stack,
     ):

@@ -165,6 +165,15 @@ class Attempts:
                 f"it is not tried again"
             )
 
+    def continued(self) -> Attempts:
+        """The same history for a part of the request that goes on by itself."""
+        part = Attempts(self._policy, request_id=self._request_id)
+        part.failures, part.error = self.failures, self.error
+        part.excluded, part.avoided = self.excluded, self.avoided
+        part.suspected_on = self.suspected_on
+        part._took = {role: list(workers) for role, workers in self._took.items()}
+        return part
+
     @property
     def are_over(self) -> bool:
         return self.failures >= self._policy.max_attempts
@@ -197,4 +206,6 @@ def refused(refusal: Refusal, model: str) -> TwinstageError:
     """What a client is told whose request cannot be placed."""
     if refusal is Refusal.TOO_LARGE:
         return KvExhausted(f"{refusal.value}; send a shorter one")
+    if refusal is Refusal.TOO_MANY_CHOICES:
+        return KvExhausted(f"{refusal.value}; ask for fewer")
     return NoWorker(f"{refusal.value} for model {model!r}; try again")

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from router.admission import Admission, check_fields, kind_of
@@ -21,12 +21,16 @@ from router.flow import Flow
 from router.gate import Gate
 from router.limits import MAX_PRIORITY
 from router.live import LiveRequest, LiveRequests
-from router.outbox import Outbox
+from router.outbox import Outbox, PromptEvent, SummaryEvent
+from router.tally import report_of_batch
+from router.together import run_together
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, Unavailable
 from twinstage.telemetry.log import get_logger
 from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
+
+MAX_PROMPTS_AT_ONCE = 32  # of one batch; the others wait
 
 logger = get_logger(__name__)
 
@@ -140,25 +144,42 @@ class Generation:
                         kind=kind_of(call.raw, call.model),
                     )
                     queue_s = await stack.enter_async_context(permit)
-                    request = await self._admit(call)
+                    requests = await self._admit(call)
             except TimeoutError:
                 if not call.live.aborted:
                     raise
                 raise Cancelled("an operator ended the request before it was placed") from None
-            flow = Flow(
+            flows = self._flows(call, requests, outbox, queue_s)
+            reports = await run_together([flow.run() for flow in flows], at_once=MAX_PROMPTS_AT_ONCE)
+            report = report_of_batch(reports)
+            outbox.put(SummaryEvent(usage=report.usage, timing=report.timing, placement=report.placement))
+
+    def _flows(self, call: _Call, requests: Sequence[AdmittedRequest], outbox: Outbox, queue_s: float) -> list[Flow]:
+        """One for each prompt."""
+        opening = PromptEvent(
+            request_id=call.live.request_id,
+            model=call.model.name,
+            prompt_tokens=sum(len(request.spec.prompt_token_ids) for request in requests),
+            answer_format=requests[0].answer_format,
+        )
+        return [
+            Flow(
                 request,
                 call.model,
                 workers=self._workers,
                 outbox=outbox,
+                opening=opening,
+                first_index=position * request.spec.num_choices,
                 live=call.live,
                 queue_s=queue_s,
                 is_streamed=call.is_streamed,
                 policy=self._policy,
                 probation=self.probation,
             )
-            await flow.run()
+            for position, request in enumerate(requests)
+        ]
 
-    async def _admit(self, call: _Call) -> AdmittedRequest:
+    async def _admit(self, call: _Call) -> list[AdmittedRequest]:
         return await self._admission.admit(
             call.raw,
             call.model,

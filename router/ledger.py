@@ -17,23 +17,24 @@ from twinstage.types import WorkerLoad
 
 @dataclass(slots=True)
 class _Sums:
-    requests: int = 0
+    sequences: int = 0
     tokens: int = 0
     blocks: int = 0
 
-    def add(self, *, tokens: int, blocks: int, sign: int) -> None:
-        self.requests += sign
-        self.tokens += sign * tokens
-        self.blocks += sign * blocks
+    def add(self, placement: Placement, *, sign: int) -> None:
+        self.sequences += sign * placement.sequences
+        self.tokens += sign * placement.tokens
+        self.blocks += sign * placement.blocks
 
 
 class Placement:
     """One placement in a ledger, while it lasts."""
 
-    __slots__ = ("_ledger", "blocks", "reports", "tokens")
+    __slots__ = ("_ledger", "blocks", "reports", "sequences", "tokens")
 
-    def __init__(self, ledger: Ledger, *, tokens: int, blocks: int, reports: int) -> None:
+    def __init__(self, ledger: Ledger, *, sequences: int, tokens: int, blocks: int, reports: int) -> None:
         self._ledger = ledger
+        self.sequences = sequences
         self.tokens = tokens
         self.blocks = blocks
         self.reports = reports  # that had arrived before
@@ -54,9 +55,9 @@ class Ledger:
         self._reports = 0
 
     @contextlib.contextmanager
-    def placed(self, *, tokens: int = 0, blocks: int = 0) -> Iterator[Placement]:
+    def placed(self, *, sequences: int = 1, tokens: int = 0, blocks: int = 0) -> Iterator[Placement]:
         """Count a placement for as long as the block lasts: prompt tokens to compute, or KV blocks to hold."""
-        placement = Placement(self, tokens=tokens, blocks=blocks, reports=self._reports)
+        placement = Placement(self, sequences=sequences, tokens=tokens, blocks=blocks, reports=self._reports)
         self._count(placement, sign=1)
         try:
             yield placement
@@ -64,9 +65,9 @@ class Ledger:
             self._count(placement, sign=-1)
 
     def _count(self, placement: Placement, *, sign: int) -> None:
-        self._live.add(tokens=placement.tokens, blocks=placement.blocks, sign=sign)
+        self._live.add(placement, sign=sign)
         if placement.reports == self._reports:
-            self._unreported.add(tokens=placement.tokens, blocks=placement.blocks, sign=sign)
+            self._unreported.add(placement, sign=sign)
 
     def report_arrived(self) -> None:
         """From now on the worker's own numbers include what was placed before."""
@@ -75,7 +76,7 @@ class Ledger:
 
     def sequences(self, load: WorkerLoad) -> int:
         """Sequences on the worker, at least those of this router."""
-        return max(load.running + load.waiting + self._unreported.requests, self._live.requests)
+        return max(load.running + load.waiting + self._unreported.sequences, self._live.sequences)
 
     def waiting_tokens(self, load: WorkerLoad) -> int:
         """Prompt tokens still to be computed."""

@@ -21,6 +21,7 @@ MAX_INPUTS = 2048  # of an embedding request
 # Checked in admission.
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CHOICES = 128  # sampling.n
+MAX_CONTINUATIONS = 1024  # of one call: prompts times choices
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string

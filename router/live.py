@@ -15,23 +15,24 @@ class LiveRequest:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.aborted = False
-        self._scope: asyncio.Timeout | None = None
+        self._scopes: set[asyncio.Timeout] = set()
 
     def abort(self) -> None:
-        """End the request's present `interruptible` block, or its next one, with TimeoutError."""
+        """End the request's present `interruptible` blocks, and those to come, with TimeoutError."""
         self.aborted = True
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(0.0)
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(0.0)
 
     @contextlib.asynccontextmanager
     async def interruptible(self, until_s: float | None = None) -> AsyncIterator[None]:
         """A block that ends with TimeoutError at `until_s` of the loop's clock or when the request is aborted."""
         async with asyncio.timeout_at(0.0 if self.aborted else until_s) as scope:
-            self._scope = scope
+            self._scopes.add(scope)
             try:
                 yield
             finally:
-                self._scope = None
+                self._scopes.discard(scope)
 
 
 class LiveRequests:

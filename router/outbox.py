@@ -59,6 +59,7 @@ class Outbox:
     def __init__(self) -> None:
         self._pending: deque[Event] = deque()
         self._news = asyncio.Event()
+        self._opened = False
         self._closed = False
         self._error: BaseException | None = None
 
@@ -66,6 +67,12 @@ class Outbox:
     def is_closed(self) -> bool:
         """Whether nothing will be put any more."""
         return self._closed
+
+    def open(self, event: PromptEvent) -> None:
+        """Put the first event; nothing happens the next times."""
+        if not self._opened:
+            self._opened = True
+            self.put(event)
 
     def put(self, event: Event) -> None:
         self._pending.append(event)

@@ -30,6 +30,7 @@ class Candidate:
 
     key: WorkerKey
     running: int = 0  # sequences, those included that wait for a place in the batch
+    max_sequences: int = 1  # that it computes at once
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
@@ -43,12 +44,18 @@ class Candidate:
 class Demand:
     """What a request needs: KV room for `num_tokens` on a decode worker, unless it ends with its first token.
 
-    `held_tokens`: how many of its leading tokens a worker probably has in its prefix cache.
+    Its choices share all of that but their last block. `held_tokens`: how many of its leading tokens a worker probably
+    has in its prefix cache.
     """
 
     num_tokens: int
+    num_choices: int = 1
     needs_decode: bool = True
     held_tokens: Mapping[WorkerKey, int] = field(default_factory=dict)
+
+    def blocks_on(self, candidate: Candidate) -> int:
+        """Blocks that it takes there."""
+        return candidate.blocks_for(self.num_tokens) + self.num_choices - 1
 
     def held_by(self, candidate: Candidate) -> int:
         return self.held_tokens.get(candidate.key, 0)
@@ -76,6 +83,7 @@ class Refusal(enum.Enum):
     NO_PREFILL_WORKER = "no prefill worker is ready"
     NO_DECODE_WORKER = "no decode worker is ready"
     TOO_LARGE = "no decode worker has enough KV blocks for this prompt"
+    TOO_MANY_CHOICES = "no decode worker computes so many sequences at once as the request has choices"
 
 
 def place(
@@ -101,15 +109,19 @@ def place(
     decode = [candidate for candidate in snapshot.decode if candidate.key not in excluded]
     if not decode:
         return Refusal.NO_DECODE_WORKER
-    decode = [candidate for candidate in decode if candidate.blocks_for(demand.num_tokens) <= candidate.total_blocks]
+    decode = [candidate for candidate in decode if demand.blocks_on(candidate) <= candidate.total_blocks]
     if not decode:
         return Refusal.TOO_LARGE
+    if demand.num_choices > 1:
+        decode = [candidate for candidate in decode if demand.num_choices <= candidate.max_sequences]
+        if not decode:
+            return Refusal.TOO_MANY_CHOICES
 
     def decode_cost(candidate: Candidate) -> tuple[int, ...]:
         held = demand.held_by(candidate)
         # What others hold of the prompt is shared and takes no more room. What nobody holds counts as free and does
         # take some; the router cannot tell them apart, and at worst the request waits there for blocks.
-        needed = candidate.blocks_for(demand.num_tokens) - held // candidate.block_size
+        needed = demand.blocks_on(candidate) - held // candidate.block_size
         lacks_room = candidate.free_blocks < needed
         holds_most = 2 * held >= demand.num_tokens
         return (

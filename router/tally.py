@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from twinstage.rpc.clients import FirstTokenEvent, HandedOverEvent, SequenceTotals
 from twinstage.types import AdmittedRequest, Placement, Timing, Usage
@@ -65,6 +66,10 @@ class Tally:
             self.decode_s += time.monotonic() - self.decoding_since_s
             self.decoding_since_s = None
 
+    def continued(self) -> Tally:
+        """That of a part of the request that goes on by itself: what was spent on all was spent on it."""
+        return replace(self)
+
     def usage(self, completion_tokens: int) -> Usage:
         return Usage(
             prompt_tokens=len(self.request.spec.prompt_token_ids),
@@ -85,3 +90,52 @@ class Tally:
             decode_s=self.decode_s,
             total_s=time.monotonic() - arrived_s,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a request consumed, where its time went, and which workers served it."""
+
+    usage: Usage
+    timing: Timing
+    placement: Placement
+
+
+def report_of(tallies: Sequence[Tally], completion_tokens: int) -> Report:
+    """Of one prompt, whose choices may have gone on apart: then the longest times and the most retries count."""
+    last = tallies[-1]
+    return Report(
+        usage=last.usage(completion_tokens),
+        timing=_longest([tally.timing() for tally in tallies]),
+        placement=replace(last.placement, retries=max(tally.placement.retries for tally in tallies)),
+    )
+
+
+def report_of_batch(reports: Sequence[Report]) -> Report:
+    """Of several prompts: tokens and bytes of all, the longest times but the shortest until the first token.
+
+    The workers are those of the first prompt.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    first_token_s = min(report.timing.time_to_first_token_s for report in reports)
+    placements = [report.placement for report in reports]
+    computed = sum(placement.decode_computed_prompt_tokens for placement in placements)
+    return Report(
+        usage=Usage(**{name: sum(getattr(report.usage, name) for report in reports) for name in _names(Usage)}),
+        timing=replace(_longest([report.timing for report in reports]), time_to_first_token_s=first_token_s),
+        placement=replace(
+            placements[0],
+            kv_bytes=sum(placement.kv_bytes for placement in placements),
+            decode_computed_prompt_tokens=computed,
+            retries=max(placement.retries for placement in placements),
+        ),
+    )
+
+
+def _longest(timings: Sequence[Timing]) -> Timing:
+    return Timing(**{name: max(getattr(timing, name) for timing in timings) for name in _names(Timing)})
+
+
+def _names(kind: type[Usage] | type[Timing]) -> list[str]:
+    return [field.name for field in fields(kind)]

@@ -18,6 +18,9 @@ class Violations:
     def __init__(self) -> None:
         self._found: list[FieldViolation] = []
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def add(self, field: str, description: str) -> None:
         self._found.append(FieldViolation(field, description))
 

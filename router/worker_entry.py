@@ -61,6 +61,7 @@ class WorkerLife:
         return Candidate(
             key=self.key,
             running=self.ledger.sequences(load),
+            max_sequences=self.description.max_num_sequences,
             waiting_tokens=self.ledger.waiting_tokens(load),
             free_blocks=self.ledger.free_blocks(load, self.description.total_kv_blocks),
             total_blocks=self.description.total_kv_blocks,

@@ -49,6 +49,22 @@ class Answer:
 
 
 @dataclass
+class Choices:
+    """What a client got of several choices."""
+
+    by_index: dict[int, Answer] = field(default_factory=dict)
+    usage: tuple[int, int] = (0, 0)
+    retries: int = 0
+
+    def at(self, index: int) -> Answer:
+        return self.by_index.setdefault(index, Answer())
+
+    def content(self) -> tuple[object, ...]:
+        answers = [answer.content() for _, answer in sorted(self.by_index.items())]
+        return *answers, self.usage
+
+
+@dataclass
 class CaseCluster:
     """The processes by name, and how each was started."""
 
@@ -173,30 +189,53 @@ def case_cluster(directory: Path, model: Path) -> Iterator[CaseCluster]:
 
 def collect(events: Iterator[generation_pb2.GenerateStreamResponse]) -> Answer:
     """Read a stream to its end. Raises grpc.RpcError with what it ended with."""
-    answer = Answer()
+    choices = collect_choices(events)
+    answer = choices.at(0)
+    answer.usage, answer.retries = choices.usage, choices.retries
+    return answer
+
+
+def collect_choices(events: Iterator[generation_pb2.GenerateStreamResponse]) -> Choices:
+    """The same of a stream of several choices, each of which must end once."""
+    choices = Choices()
     for event in events:
         kind = event.WhichOneof("event")
         if kind == "delta":
+            answer = choices.at(event.delta.index)
+            assert not answer.finish, "a token after the end"
             answer.text += event.delta.text
             answer.token_ids += event.delta.token_ids
             answer.logprobs += map(str, event.delta.logprobs)
             answer.times.append(time.monotonic())
         elif kind == "finished":
+            answer = choices.at(event.finished.index)
+            assert not answer.finish, "a second end"
             answer.finish = f"{event.finished.finish_reason} {event.finished.matched_stop}"
         elif kind == "summary":
-            answer.usage = (event.summary.usage.prompt_tokens, event.summary.usage.completion_tokens)
-            answer.retries = event.summary.placement.retries
-    return answer
+            choices.usage = (event.summary.usage.prompt_tokens, event.summary.usage.completion_tokens)
+            choices.retries = event.summary.placement.retries
+    return choices
 
 
 def of_unary(response: generation_pb2.GenerateResponse) -> Answer:
     """The same of a call with one response."""
-    (result,) = response.results
-    return Answer(
-        text=result.text,
-        token_ids=list(result.token_ids),
-        logprobs=list(map(str, result.logprobs)),
-        finish=f"{result.finish_reason} {result.matched_stop}",
+    choices = choices_of_unary(response)
+    (answer,) = choices.by_index.values()
+    answer.usage, answer.retries = choices.usage, choices.retries
+    return answer
+
+
+def choices_of_unary(response: generation_pb2.GenerateResponse) -> Choices:
+    return Choices(
+        by_index={
+            result.index: Answer(
+                text=result.text,
+                token_ids=list(result.token_ids),
+                logprobs=list(map(str, result.logprobs)),
+                finish=f"{result.finish_reason} {result.matched_stop}",
+            )
+            for result in response.results
+        },
         usage=(response.usage.prompt_tokens, response.usage.completion_tokens),
         retries=response.placement.retries,
     )
@@ -208,6 +247,7 @@ def request(
     max_tokens: int,
     seed: int | None = None,
     logprobs: int | None = None,
+    n: int | None = None,
     request_id: str = "",
     **stopping: object,
 ) -> generation_pb2.GenerateRequest:
@@ -215,7 +255,7 @@ def request(
     options = {"ignore_eos": True, **stopping}
     made = generation_pb2.GenerateRequest(
         request_id=request_id,
-        sampling=common_pb2.SamplingOptions(temperature=0.0 if seed is None else 0.8, seed=seed),
+        sampling=common_pb2.SamplingOptions(temperature=0.0 if seed is None else 0.8, seed=seed, n=n),
         stopping=common_pb2.StoppingOptions(max_tokens=max_tokens, **options),  # type: ignore[arg-type]
         output=common_pb2.OutputOptions(return_token_ids=True, logprobs=logprobs),
     )

@@ -61,6 +61,12 @@ class FakeRunner:
         for position in range(start, end):
             self.memory[block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = token_ids[position]
 
+    def copy_block(self, source: int, target: int) -> None:
+        for offset in range(BLOCK_SIZE):
+            self.memory.pop((target, offset), None)
+            if (source, offset) in self.memory:
+                self.memory[target, offset] = self.memory[source, offset]
+
     def read(self, block_ids: tuple[int, ...], end: int) -> list[int]:
         return [self.memory[block_ids[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in range(end)]
 
@@ -86,7 +92,7 @@ def make_core(
         prefix_hit_multiple=hit_multiple,
     )
     hasher = PrefixHasher("fake", block_size=BLOCK_SIZE) if caches else None
-    return EngineCore(runner, pool, config, hasher=hasher), runner, pool
+    return EngineCore(runner, pool, config, hasher=hasher, copy_block=runner.copy_block), runner, pool
 
 
 def make_spec(
@@ -101,6 +107,7 @@ def make_spec(
     temperature: float = 0.0,
     seed: int = 0,
     salt: str = "",
+    num_choices: int = 1,
 ) -> SequenceSpec:
     return SequenceSpec(
         request_id=RequestId(request_id),
@@ -112,6 +119,7 @@ def make_spec(
         resumed_token_ids=tuple(resumed),
         priority=priority,
         cache_salt=salt,
+        num_choices=num_choices,
     )
 
 

@@ -97,11 +97,12 @@ def make_model(
 
 
 def expected_token(spec: SequenceSpec, position: int) -> int:
-    """The token at a position of the output: a letter, chosen by prompt and seed."""
+    """The token at a position of the output: a letter, chosen by prompt, seed and choice."""
+    choice = struct.pack("<I", spec.sampling.choice_index) if spec.sampling.choice_index else b""
     key = struct.pack("<QQ", spec.sampling.seed, position) + b"".join(
         struct.pack("<I", token_id) for token_id in spec.prompt_token_ids
     )
-    return LETTER_IDS[hashlib.sha256(key).digest()[0] % len(LETTER_IDS)]
+    return LETTER_IDS[hashlib.sha256(key + choice).digest()[0] % len(LETTER_IDS)]
 
 
 class Script:
@@ -149,7 +150,7 @@ class _Reservation:
     session_id: str
     blocks: int
     task: asyncio.Task[None] | None = None
-    tokens: list[ProducedToken] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)  # choices that the router has ended
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -269,20 +270,22 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         try:
             await self.script.enter("first_token")
             self.served += 1
-            chunk = make_chunk(spec, len(spec.resumed_token_ids))
+            chunks = [choice_chunk(spec, index, len(spec.resumed_token_ids)) for index in range(spec.num_choices)]
             yield worker_pb2.PrefillResponse(
                 first_token=worker_pb2.FirstToken(
-                    chunk=token_chunk_to_proto(chunk),
+                    chunk=token_chunk_to_proto(chunks[0]),
+                    other_chunks=map(token_chunk_to_proto, chunks[1:]),
                     queue_us=1000,
                     prefill_us=2000,
                     cached_prompt_tokens=self.cached_tokens.pop(0) if self.cached_tokens else 0,
                 )
             )
-            if chunk.finish is not None or grant is None:
+            going_on = [chunk.choice_index for chunk in chunks if chunk.finish is None]
+            if not going_on or grant is None:
                 return
             await self.script.enter("hand_over")
             kv_bytes = len(grant.block_ids) * BLOCK_BYTES
-            self.peers[grant.worker_id].commit(grant, chunk.tokens[0])
+            self.peers[grant.worker_id].commit(grant, going_on)
             yield worker_pb2.PrefillResponse(
                 handed_over=worker_pb2.HandedOver(transport="shm", kv_bytes=kv_bytes, transfer_us=3000)
             )
@@ -311,6 +314,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         super().__init__(description, bundle)
         self.reservations: dict[str, _Reservation] = {}
         self.aborted: list[str] = []
+        self.aborted_choices: list[tuple[str, int]] = []
         self._sessions: dict[str, asyncio.Queue[worker_pb2.SessionResponse]] = {}
         self._transfers: dict[int, str] = {}
         self._next_transfer = itertools.count(1)
@@ -349,6 +353,9 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
                     request_id = request.reserve.sequence.request_id
                     reserving[request_id] = asyncio.create_task(self._reserve(session_id, request.reserve))
                     continue
+                if request.abort.HasField("choice_index"):
+                    self._end_choice(request.abort.request_id, request.abort.choice_index)
+                    continue
                 self.aborted.append(request.abort.request_id)
                 if request.abort.request_id in reserving:
                     reserving[request.abort.request_id].cancel()
@@ -356,6 +363,11 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         finally:
             for task in reserving.values():
                 task.cancel()
+
+    def _end_choice(self, request_id: str, index: int) -> None:
+        self.aborted_choices.append((request_id, index))
+        if (reservation := self.reservations.get(request_id)) is not None:
+            reservation.ended.add(index)
 
     def _free(self, request_id: str) -> None:
         reservation = self.reservations.pop(request_id, None)
@@ -373,7 +385,8 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
             return
         num_tokens = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         blocks = -(-num_tokens // BLOCK_SIZE) - self.shared_blocks
-        self.reservations[spec.request_id] = _Reservation(spec=spec, session_id=session_id, blocks=blocks)
+        spare = spec.num_choices - 1
+        self.reservations[spec.request_id] = _Reservation(spec=spec, session_id=session_id, blocks=blocks + spare)
         self.report(replace(self.load, free_kv_blocks=self.free_blocks, running=len(self.reservations)))
         transfer_id = next(self._next_transfer)
         self._transfers[transfer_id] = spec.request_id
@@ -395,12 +408,11 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         answer = worker_pb2.SessionGrant(request_id=spec.request_id, grant=kv_grant_to_proto(grant), queue_us=4000)
         self._sessions[session_id].put_nowait(worker_pb2.SessionResponse(grant=answer))
 
-    def commit(self, grant: KvGrant, token: ProducedToken) -> None:
-        """The blocks and the first token are here; go on from them."""
+    def commit(self, grant: KvGrant, going_on: Sequence[int]) -> None:
+        """The blocks are here, and the first tokens of the choices that go on from them."""
         request_id = self._transfers.pop(grant.transfer_id)
         reservation = self.reservations[request_id]
-        reservation.tokens.append(token)
-        reservation.task = asyncio.create_task(self._decode(reservation))
+        reservation.task = asyncio.create_task(self._decode(reservation, list(going_on)))
 
     def fail(self, request_id: str, error: TwinstageError) -> None:
         """End a request that is reserved or running, and tell the router."""
@@ -414,7 +426,7 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
         )
         self._sessions[session_id].put_nowait(worker_pb2.SessionResponse(failure=failure))
 
-    async def _decode(self, reservation: _Reservation) -> None:
+    async def _decode(self, reservation: _Reservation, running: list[int]) -> None:
         spec, outgoing = reservation.spec, self._sessions[reservation.session_id]
         self.served += 1
         position = len(spec.resumed_token_ids) + 1
@@ -426,22 +438,29 @@ class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
                 reservation.task = None
                 self.fail(spec.request_id, error)
                 return
-            chunk = make_chunk(spec, position)
-            step = worker_pb2.SessionStep(chunks=[token_chunk_to_proto(chunk)])
-            if chunk.finish is not None:
+            chunks = [choice_chunk(spec, index, position) for index in running if index not in reservation.ended]
+            running = [chunk.choice_index for chunk in chunks if chunk.finish is None]
+            step = worker_pb2.SessionStep(chunks=map(token_chunk_to_proto, chunks))
+            if not running:
                 step.totals.add(
                     request_id=spec.request_id,
                     queue_us=5000,
                     decode_us=6000,
-                    kv_bytes_received=reservation.blocks * BLOCK_BYTES,
+                    kv_bytes_received=(reservation.blocks - spec.num_choices + 1) * BLOCK_BYTES,
                 )
                 reservation.task = None
                 self._free(spec.request_id)
             outgoing.put_nowait(worker_pb2.SessionResponse(step=step))
-            if chunk.finish is not None:
+            if not running:
                 return
             position += 1
             await asyncio.sleep(0)
+
+
+def choice_chunk(spec: SequenceSpec, index: int, position: int) -> TokenChunk:
+    """That of one choice of several."""
+    sampling = replace(spec.sampling, choice_index=spec.sampling.choice_index + index)
+    return replace(make_chunk(replace(spec, sampling=sampling), position), choice_index=index)
 
 
 def make_chunk(spec: SequenceSpec, position: int) -> TokenChunk:

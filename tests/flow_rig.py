@@ -18,6 +18,7 @@ from router.outbox import DeltaEvent, Event, FinishEvent, SummaryEvent
 from router.workers import WorkerTable
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import (
+    Finish,
     RawGenerationRequest,
     RawSampling,
     RawStopping,
@@ -46,6 +47,14 @@ class Rig:
 @dataclass
 class Answer:
     events: list[Event]
+
+    def text_of(self, index: int) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, DeltaEvent) and event.index == index)
+
+    def finish_of(self, index: int) -> Finish:
+        """The end of one continuation, which has exactly one."""
+        (event,) = (event for event in self.events if isinstance(event, FinishEvent) and event.index == index)
+        return event.finish
 
     @property
     def text(self) -> str:
@@ -79,12 +88,12 @@ def request(max_tokens: int = 8, **changes: object) -> RawGenerationRequest:
     return RawGenerationRequest(**values)  # type: ignore[arg-type]
 
 
-def expected_text(cluster: FakeCluster, count: int) -> str:
+def expected_text(cluster: FakeCluster, count: int, *, choice: int = 0, prompt: str = PROMPT) -> str:
     tokenizer = TextTokenizer(cluster.bundle)
     spec = SequenceSpec(
         request_id=RequestId("x"),
-        prompt_token_ids=tuple(tokenizer.encode(PROMPT)),
-        sampling=SamplingParameters(seed=7),
+        prompt_token_ids=tuple(tokenizer.encode(prompt)),
+        sampling=SamplingParameters(seed=7, choice_index=choice),
         max_tokens=count,
     )
     return tokenizer.decode([expected_token(spec, position) for position in range(count)])

@@ -75,14 +75,16 @@ class SmallRouter:
                 call.give(self.through(grant))
                 first = await call.first_token()
                 generation.cached_prompt_tokens = first.cached_prompt_tokens
-                generation.add(first.chunk.tokens, first.chunk.finish)
-                if first.chunk.finish is not None:
+                (chunk,) = first.chunks
+                generation.add(chunk.tokens, chunk.finish)
+                if chunk.finish is not None:
                     return generation
                 handed_over = await call.handed_over()
             generation.transport, generation.kv_bytes = handed_over.transport, handed_over.kv_bytes
             while generation.finish is None:
                 update = await subscription.receive()
-                generation.add(update.tokens, update.finish)
+                for chunk in update.chunks:
+                    generation.add(chunk.tokens, chunk.finish)
                 if update.totals is not None:
                     generation.kv_bytes_received = update.totals.kv_bytes_received
                     generation.computed_prompt_tokens = update.totals.computed_prompt_tokens

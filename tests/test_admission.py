@@ -64,6 +64,13 @@ def make_admission() -> AsyncIterator[Admission]:
 
 
 async def admit(admission: Admission, raw: RawGenerationRequest, model: ServedModel | None = None) -> AdmittedRequest:
+    (request,) = await admit_all(admission, raw, model)
+    return request
+
+
+async def admit_all(
+    admission: Admission, raw: RawGenerationRequest, model: ServedModel | None = None
+) -> list[AdmittedRequest]:
     model = model or served()
     check_fields(raw, model)
     return await admission.admit(raw, model, request_id="id", arrived_s=0.0, deadline_s=1.0)
@@ -177,7 +184,6 @@ def test_a_bad_list_does_not_crowd_out_the_rest() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"sampling": RawSampling(n=2)}, "sampling.n"),
         ({"output": RawOutput(prompt_logprobs=0)}, "output.prompt_logprobs"),
         ({"has_structured_output": True}, "structured_output"),
     ],

@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHandle
 from twinstage.kv.block_pool import FREE_GENERATION, BlockPool, BlockTable
+from twinstage.kv.prefix_index import PrefixHasher
 
 
 def test_blocks_are_owned_until_released() -> None:
@@ -264,3 +265,69 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 TestPoolMachine = PoolMachine.TestCase
+
+
+# --- division ---------------------------------------------------------------------------------------
+
+
+def test_a_divided_table_is_shared_as_far_as_it_is_complete() -> None:
+    pool = BlockPool(8)
+    freed: list[int] = []
+    pool.add_free_listener(lambda: freed.append(pool.num_free))
+    table = pool.allocate(6, owner="all")
+    blocks = table.block_ids
+    first, second = table.divide(["first", "second"], 3, num_own=1)
+    pool.check_integrity()
+    assert (first.block_ids, second.block_ids) == ((*blocks[:3], blocks[3]), (*blocks[:3], blocks[4]))
+    assert [pool.generation_of(block_id) for block_id in blocks[:3]] == [FREE_GENERATION] * 3, "nobody may write them"
+    assert pool.generation_of(blocks[3]) == first.generation != second.generation == pool.generation_of(blocks[4])
+    assert (pool.num_free, freed) == (3, [3]), "what was left over"
+    table.release()
+    first.release()
+    pool.check_integrity()
+    assert pool.num_free == 4
+    second.release()
+    assert pool.num_free == 8
+
+
+def test_a_table_is_divided_among_nobody_or_not_at_all() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(3, owner="all")
+    with pytest.raises(IntegrityError, match="too few"):
+        table.divide(["a", "b"], 2, num_own=1)
+    assert len(table) == 3
+    assert table.divide([], 2, num_own=1) == []
+    assert pool.num_free == 4
+    pool.check_integrity()
+
+
+def test_blocks_that_were_divided_are_named_by_the_first_who_publishes_them() -> None:
+    pool = BlockPool(8)
+    names = PrefixHasher("layout", block_size=1).chain([1, 2, 3]).hashes
+    parts = pool.allocate(3, owner="all").divide(["a", "b", "c"], 3, num_own=0)
+    for part in parts[:2]:
+        part.publish(0, names)
+        pool.check_integrity()
+    with pool.allocate(3, owner="later", prefix=names) as later:
+        assert later.num_shared == 3
+    for part in parts:
+        part.release()
+    assert (pool.num_cached, pool.num_free) == (3, 8)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["withdraw", "reset"])
+def test_blocks_that_were_divided_and_shall_not_be_known_stay_unknown(how: str) -> None:
+    pool = BlockPool(8)
+    names = PrefixHasher("layout", block_size=1).chain([1, 2]).hashes
+    first, second = pool.allocate(2, owner="all").divide(["a", "b"], 2, num_own=0)
+    if how == "withdraw":
+        first.withdraw()
+    else:
+        pool.reset_prefix_cache()
+    second.publish(0, names)
+    pool.check_integrity()
+    first.release()
+    second.release()
+    assert (pool.num_cached, pool.num_free) == (0, 8)
+    pool.check_integrity()

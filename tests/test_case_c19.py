@@ -52,12 +52,13 @@ async def test_a_prefill_worker_ends_after_its_transfers(
                     assert prefill.process.poll() is None, "it ended before its transfer"
                     link.run_free()
                     await call.handed_over()
-                token_ids = [token.token_id for token in first.chunk.tokens]
+                token_ids = [token.token_id for token in first.chunks[0].tokens]
                 finish = None
                 while finish is None:
                     update = await subscription.receive()
-                    token_ids += [token.token_id for token in update.tokens]
-                    finish = update.finish
+                    (chunk,) = update.chunks
+                    token_ids += [token.token_id for token in chunk.tokens]
+                    finish = chunk.finish
             assert token_ids == [token.token_id for token in tokens]
             assert await asyncio.to_thread(prefill.stop) == 0, prefill.log_tail()
             assert time.monotonic() - told_s < LIMIT_S

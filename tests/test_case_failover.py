@@ -22,7 +22,18 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from case_cluster import LEASE_S, Answer, CaseCluster, case_cluster, collect, of_unary, prompt_of, request
+from case_cluster import (
+    LEASE_S,
+    Answer,
+    CaseCluster,
+    case_cluster,
+    choices_of_unary,
+    collect,
+    collect_choices,
+    of_unary,
+    prompt_of,
+    request,
+)
 from chaos.cases import make_chaos_model
 from faulty_worker import MARK, Wrong
 from harness import wait_until
@@ -151,6 +162,40 @@ def test_death_of_decode_in_the_middle_of_streams(cluster: CaseCluster, transpor
     cluster.restart(victim)
     assert [answer.content() for answer in answers] == [answer.content() for answer in expected]
     assert any(answer.retries for answer in answers)
+
+
+@BOTH
+def test_death_of_decode_in_the_middle_of_several_choices(cluster: CaseCluster, transport: str, reference: LLM) -> None:
+    """Three choices, as one engine makes them, and the same when their decode worker dies in the middle."""
+    prompt = fresh(41, marks=SLOW)
+    made = request(prompt, max_tokens=250, seed=7, n=3, logprobs=1)
+    limits = GenerationLimits(max_tokens=250, ignore_eos=True)
+    expected = reference.generate([prompt], SamplingParameters(temperature=0.8, seed=7), n=3, limits=limits)
+    with cluster.stub(transport) as stub:
+        unary = stub.Generate(made, timeout=60)
+        whole = choices_of_unary(unary)
+        assert [tuple(answer.token_ids) for answer in whole.by_index.values()] == [it.token_ids for it in expected]
+        assert len({it.token_ids for it in expected}) == 3
+        assert whole.usage == (41, 750)
+        assert unary.placement.kv_bytes > 0
+        events = stub.GenerateStream(made, timeout=120)
+        got = 0
+
+        def counted() -> Iterator[generation_pb2.GenerateStreamResponse]:
+            nonlocal got
+            for event in events:
+                got += len(event.delta.token_ids)
+                yield event
+
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(lambda: collect_choices(counted()))
+            wait_until(lambda: got >= 60 or reading.done(), timeout_s=60, what="tokens of all choices")
+            victim = next(name for name in (f"{transport}-0", f"{transport}-1") if cluster.load(name)[0].running)
+            cluster.by_name[victim].kill()
+            answer = reading.result(120)
+    cluster.restart(victim)
+    assert answer.content() == whole.content()
+    assert answer.retries == 1
 
 
 @BOTH

@@ -121,7 +121,7 @@ class Bench:
         commit = HandoverCommit(
             request_id=spec.request_id,
             num_tokens=len(known) if num_tokens is None else num_tokens,
-            token=ProducedToken(token_id=token),
+            first_tokens=((0, token),),
         )
         received = ReceivedBlocks(kv_bytes=1000, num_blocks=len(grant.block_ids), transport="tcp")
         if grant.transfer_id not in self.receiver.opened:

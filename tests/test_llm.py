@@ -77,6 +77,21 @@ def test_text_in_text_out(llm: LLM) -> None:
     assert len(result.token_ids) == 12
 
 
+def test_choices_are_the_same_for_every_n_and_in_any_company(llm: LLM) -> None:
+    sampling = SamplingParameters(temperature=1.0, seed=5)
+    limits = GenerationLimits(max_tokens=12, ignore_eos=True)
+    prompts = [prompt[:11] for prompt in _random_prompts(2)]
+    results = llm.generate(prompts, sampling, n=3, limits=limits, logprobs=1)
+    assert [result.prompt_token_ids for result in results] == [tuple(prompt) for prompt in prompts for _ in range(3)]
+    assert len({result.token_ids for result in results}) == 6
+    for index, result in enumerate(results):
+        choice = replace(sampling, choice_index=index % 3)
+        (alone,) = llm.generate([prompts[index // 3]], choice, limits=limits)
+        assert result.token_ids == alone.token_ids
+        assert all(token.logprobs is not None for token in result.tokens)
+    assert llm.pool.num_free == llm.pool.num_blocks
+
+
 def test_seeded_sampling_repeats_alone_and_in_company(llm: LLM) -> None:
     prompts = _random_prompts(4)
     sampling = SamplingParameters(temperature=0.8, top_p=0.9, seed=42)

@@ -40,7 +40,6 @@ from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFail
 from twinstage.types import (
     FinishReason,
     KvGrant,
-    ProducedToken,
     RequestId,
     SamplingParameters,
     SequenceSpec,
@@ -200,7 +199,7 @@ def test_blocks_that_the_decode_worker_has_are_not_written() -> None:
     assert transfer.writes == [((12,), 0)], "positions are those of the grant"
     handoff.advance(_computed(14, 14, blocks))
     assert transfer.writes == [((12,), 0), ((13,), 1)]
-    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=14, token=ProducedToken(token_id=1)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=14, first_tokens=((0, 1),)))
     assert len(transfer.commits) == 1
 
 
@@ -208,7 +207,7 @@ def test_when_the_decode_worker_has_everything_only_the_commit_is_sent() -> None
     transfer = StandInTransfer(on_result=lambda outcome: None)
     handoff = Handoff(transfer, block_size=4, num_cached_blocks=2)  # type: ignore[arg-type]
     handoff.advance(_computed(8, 8, (10, 11)))
-    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, token=ProducedToken(token_id=1)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, first_tokens=((0, 1),)))
     assert transfer.writes == []
     assert len(transfer.commits) == 1
 
@@ -218,7 +217,7 @@ def test_blocks_that_moved_are_not_mixed_with_those_already_written() -> None:
     handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]
     handoff.advance(_computed(4, 8, (10, 11)))
     handoff.advance(_computed(8, 8, (20, 21)))
-    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, token=ProducedToken(token_id=1)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=8, first_tokens=((0, 1),)))
     assert transfer.writes == [((10,), 0)]
     assert transfer.commits == []
     assert transfer.aborted.is_set()
@@ -230,7 +229,7 @@ def test_nothing_is_written_after_an_abort() -> None:
     handoff = Handoff(transfer, block_size=4)  # type: ignore[arg-type]
     handoff.abort()
     handoff.advance(_computed(4, 4, (10,)))
-    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=4, token=ProducedToken(token_id=1)))
+    handoff.commit(HandoverCommit(request_id=RequestId("r"), num_tokens=4, first_tokens=((0, 1),)))
     assert transfer.writes == []
     assert transfer.commits == []
 
@@ -244,9 +243,9 @@ async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
         events = bench.worker.prefill(spec, _grant(5))
         first = await anext(events)
         assert isinstance(first, FirstToken)
-        assert first.chunk.request_id == "r"
-        assert [token.token_id for token in first.chunk.tokens] == [next_token(spec.prompt_token_ids)]
-        assert first.chunk.finish is None
+        assert first.chunks[0].request_id == "r"
+        assert [token.token_id for token in first.chunks[0].tokens] == [next_token(spec.prompt_token_ids)]
+        assert first.chunks[0].finish is None
         (transfer,) = bench.sender.transfers
         assert [position for _, position in transfer.writes] == [0, 2], "the last block waits for the first token"
         assert await asyncio.to_thread(transfer.committed.wait, 5)
@@ -254,7 +253,7 @@ async def test_a_prompt_is_computed_handed_over_and_freed() -> None:
         assert sum(len(blocks) for blocks, _ in transfer.writes) == 5
         (commit,) = transfer.commits
         assert (commit.request_id, commit.num_tokens) == ("r", 18)
-        assert commit.token == first.chunk.tokens[0]
+        assert commit.first_tokens == ((0, first.chunks[0].tokens[0].token_id),)
         transfer.end(HandoverDone(transport="shm", kv_bytes=123, seconds=0.5))
         handed_over = await anext(events)
         assert isinstance(handed_over, HandedOver)
@@ -285,7 +284,7 @@ async def test_nothing_is_handed_over_when_the_first_token_is_the_last(case: str
         events = [event async for event in bench.worker.prefill(spec, _grant(5))]
         assert len(events) == 1
         assert isinstance(events[0], FirstToken)
-        finish = events[0].chunk.finish
+        finish = events[0].chunks[0].finish
         assert finish is not None
         assert finish.reason is (FinishReason.STOP if case == "stop" else FinishReason.LENGTH)
         (transfer,) = bench.sender.transfers

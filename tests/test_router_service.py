@@ -33,6 +33,7 @@ from router.service.generation import convert_answer
 from router.worker_entry import ServedModel
 from twinstage.errors import ComputeFailed, ConfigError, Unavailable
 from twinstage.settings import read_settings
+from twinstage.text.answers.joining import MessageJoiner
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import ProducedToken, RawEncodeRequest, Task, TokenAlternative, TokenLogprobs, WorkerLoad
 from twinstage.v1 import (
@@ -209,9 +210,10 @@ async def test_errors_by_the_table() -> None:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x" * 64)))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        two = common_pb2.SamplingOptions(n=2)
-        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x", sampling=two)))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        many = common_pb2.SamplingOptions(n=9)
+        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x", sampling=many)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(error)["BadRequest"].field_violations[0].field == "sampling.n"
         service.generators.prefill[0].script.fail("first_token", ComputeFailed("no"), times=3)
         error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="x")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -855,9 +857,8 @@ async def test_a_large_answer_is_converted_off_the_event_loop() -> None:
     token = ProducedToken(token_id=1, logprobs=TokenLogprobs(logprob=-1.0, rank=1, top=top))
     model = SimpleNamespace(tokenizer=SimpleNamespace(token_text=str))
     for num_tokens in (3, 1000):
-        answer: Any = SimpleNamespace(
-            text="", tokens=(token,) * num_tokens, finish=None, call=SimpleNamespace(model=model)
-        )
-        assert await convert_answer(to_proto, answer, return_token_ids=False) == "message"
+        continuation = SimpleNamespace(joiner=MessageJoiner(), tokens=[token] * num_tokens, finish=None)
+        answer: Any = SimpleNamespace(continuations=(continuation,), call=SimpleNamespace(model=model))
+        assert await convert_answer(to_proto, answer, return_token_ids=False) == ["message"]
     assert threads[0] == threading.current_thread().name
     assert threads[1] != threads[0]

@@ -38,10 +38,10 @@ from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import encode
 from twinstage.transfer.host import host_id
 from twinstage.transfer.messages import Commit, Opened
-from twinstage.transfer.receiver import HandoverCommit, KvReceiver, ReceivedBlocks
+from twinstage.transfer.receiver import KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
 from twinstage.transfer.shm import PrivateSocket
-from twinstage.types import KvEndpoint, ProducedToken, RequestId, TokenAlternative, TokenLogprobs
+from twinstage.types import KvEndpoint, RequestId
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -94,15 +94,7 @@ def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
         transfer = ends.sender.open(grant, ends.results.callback(grant.transfer_id))
         transfer.write([3, 1], 0)
         transfer.write([6], 2)
-        commit = commit_of(
-            grant.transfer_id,
-            token=ProducedToken(
-                token_id=11,
-                logprobs=TokenLogprobs(
-                    logprob=-0.1, rank=2, top=(TokenAlternative(4, -0.05), TokenAlternative(11, float("-inf")))
-                ),
-            ),
-        )
+        commit = commit_of(grant.transfer_id, first_tokens=((0, 11), (2, 4)))
         transfer.commit(commit)
         outcome = ends.results.wait(grant.transfer_id)
         assert isinstance(outcome, HandoverDone)
@@ -406,9 +398,7 @@ def test_a_lost_connection_is_dialled_again() -> None:
             receiver.expect(grant)
             transfer = sender.open(grant, ends.results.callback(round_number))
             transfer.write([0], 0)
-            transfer.commit(
-                HandoverCommit(request_id=commit_of(1).request_id, num_tokens=1, token=ProducedToken(token_id=1))
-            )
+            transfer.commit(commit_of(1, num_tokens=1))
             assert isinstance(ends.results.wait(round_number), HandoverDone)
     sender.close()
     source.close()

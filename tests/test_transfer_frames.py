@@ -26,6 +26,7 @@ from twinstage.transfer.frames import (
     encode,
 )
 from twinstage.transfer.messages import (
+    MAX_CHOICES,
     Ack,
     Hello,
     JsonMessage,
@@ -33,13 +34,11 @@ from twinstage.transfer.messages import (
     Nack,
     Opened,
     Piece,
-    Token,
     Write,
     commit_from_message,
     commit_to_message,
 )
 from twinstage.transfer.wire import FrameSocket, after
-from twinstage.types import ProducedToken, TokenAlternative, TokenLogprobs
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -47,18 +46,7 @@ PIECES = st.builds(
     Piece, position=U32, block_id=U32, offset=U32, length=st.integers(1, 2**32 - 1), generation=U64, checksum=U64
 )
 WRITES = st.builds(Write, transfer_id=U64, pieces=st.lists(PIECES, min_size=1, max_size=8).map(tuple))
-NUMBERS = st.floats(allow_nan=False)
-PRODUCED = st.builds(
-    ProducedToken,
-    token_id=U32,
-    logprobs=st.none()
-    | st.builds(
-        TokenLogprobs,
-        logprob=NUMBERS,
-        rank=U32,
-        top=st.lists(st.builds(TokenAlternative, U32, NUMBERS), max_size=20).map(tuple),
-    ),
-)
+FIRST_TOKENS = st.dictionaries(U32, U32, min_size=1, max_size=20).map(lambda tokens: tuple(sorted(tokens.items())))
 
 
 def decode(frame: bytes) -> Message:
@@ -85,9 +73,11 @@ def test_writes_come_back(write: Write) -> None:
     assert decode(encode(write)) == write
 
 
-@given(U64, st.text(min_size=1, max_size=200), st.integers(1, 2**32 - 1), PRODUCED)
-def test_commits_come_back(transfer_id: int, request_id: str, num_tokens: int, token: ProducedToken) -> None:
-    commit = replace(commit_of(1, num_tokens, token), request_id=request_id)
+@given(U64, st.text(min_size=1, max_size=200), st.integers(1, 2**32 - 1), FIRST_TOKENS)
+def test_commits_come_back(
+    transfer_id: int, request_id: str, num_tokens: int, first_tokens: tuple[tuple[int, int], ...]
+) -> None:
+    commit = replace(commit_of(1, num_tokens, first_tokens), request_id=request_id)
     assert commit_from_message(decode(encode(commit_to_message(transfer_id, commit)))) == commit  # type: ignore[arg-type]
 
 
@@ -162,8 +152,11 @@ def test_another_format_version_is_a_refusal() -> None:
         (FrameType.ACK, b"[1]"),
         (FrameType.ACK, b""),
         (FrameType.ACK, b'{"transfer_id": 1} '[:-2]),
-        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"","num_tokens":1,"token":{"token_id":1}}'),
-        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"r","num_tokens":0,"token":{"token_id":1}}'),
+        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"","num_tokens":1,"first_tokens":[[0,1]]}'),
+        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"r","num_tokens":0,"first_tokens":[[0,1]]}'),
+        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"r","num_tokens":1,"first_tokens":[]}'),
+        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"r","num_tokens":1,"first_tokens":[[0,1],[0,2]]}'),
+        (FrameType.COMMIT, b'{"transfer_id":1,"request_id":"r","num_tokens":1,"first_tokens":[[1,1],[0,2]]}'),
         (FrameType.PROOF, b'{"proof": "00"}'),
         (FrameType.WRITE, b""),
         (FrameType.WRITE, bytes(12)),
@@ -183,7 +176,7 @@ def _anything(model: type[JsonMessage]) -> dict[str, object]:
     values: dict[str, object] = dict.fromkeys(model.model_fields, 1)
     for name, info in model.model_fields.items():
         if info.annotation is not int:
-            values[name] = Token(token_id=1) if name == "token" else "x"
+            values[name] = ((0, 1),) if name == "first_tokens" else "x"
     return values
 
 
@@ -194,6 +187,10 @@ def test_what_is_too_large_is_not_encoded() -> None:
         encode(Write(1, (Piece(0, 0, 0, 1, 0, 0),) * (MAX_PIECES * 4)))
     with pytest.raises(TransferError):
         commit_to_message(1, commit_of(1, num_tokens=0))
+    many = tuple((index, 2**32 - 1) for index in range(MAX_CHOICES))
+    assert encode(commit_to_message(1, commit_of(1, first_tokens=many)))
+    with pytest.raises(TransferError):
+        commit_to_message(1, commit_of(1, first_tokens=(*many, (MAX_CHOICES, 0))))
 
 
 def test_the_largest_write_fits_into_a_frame() -> None:

@@ -26,7 +26,7 @@ from transfer_ends import (
 )
 from twinstage.errors import TransferError
 from twinstage.transfer.frames import HEADER, MAGIC, FrameType, encode
-from twinstage.transfer.messages import Abort, Commit, Hello, Open, Piece, Revoked, Token, Write
+from twinstage.transfer.messages import Abort, Commit, Hello, Open, Piece, Revoked, Write
 from twinstage.transfer.sender import HandoverDone
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -72,7 +72,7 @@ def say(sender: RawSender, transfer_id: int, step: object, payload_bytes: int | 
         case bytes():
             send(step)
         case "commit":
-            sender.say(Commit(transfer_id=transfer_id, request_id="raw", num_tokens=1, token=Token(token_id=1)))
+            sender.say(Commit(transfer_id=transfer_id, request_id="raw", num_tokens=1, first_tokens=((0, 1),)))
         case "abort":
             sender.say(Abort(transfer_id=transfer_id))
         case "revoked":

@@ -181,7 +181,7 @@ async def test_a_first_token_that_is_the_last_moves_nothing(router: SmallRouter,
 async def test_one_token_needs_no_decode_worker(router: SmallRouter) -> None:
     with router.prefill.prefill(spec_of("alone", 20, max_tokens=1), None, timeout_s=20.0) as call:
         first = await call.first_token()
-        assert first.chunk.finish is not None
+        assert first.chunks[0].finish is not None
         with pytest.raises(WorkerLost):  # the stream ends here
             await call.handed_over()
 

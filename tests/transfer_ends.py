@@ -22,17 +22,17 @@ from twinstage.transfer import shm, tcp
 from twinstage.transfer.dial import Channel, Dialler
 from twinstage.transfer.handshake import checked_secret, grant_proof, welcome
 from twinstage.transfer.host import host_id
-from twinstage.transfer.messages import Challenge, Commit, Message, Open, Opened, Piece, Token, Welcome, Write
+from twinstage.transfer.messages import Challenge, Commit, Message, Open, Opened, Piece, Welcome, Write
 from twinstage.transfer.receiver import ChannelTimeouts, HandoverCommit, KvIdentity, KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import KvSender, TransferOutcome
 from twinstage.transfer.shm import PrivateSocket
 from twinstage.transfer.wire import FrameSocket
-from twinstage.types import KvEndpoint, KvGrant, ProducedToken, RequestId, WorkerId
+from twinstage.types import KvEndpoint, KvGrant, RequestId, WorkerId
 
 WAIT_S = 20.0  # longer than anything here takes; a test that waits for it has failed
 SECRET = b"a secret of the tests"
 LAYOUT = "layout-1"
-TOKEN = ProducedToken(token_id=7)
+FIRST_TOKENS = ((0, 7),)
 FAST = ChannelTimeouts(connect_s=2.0, handshake_s=2.0, answer_s=5.0, stall_s=2.0, shutdown_s=2.0)
 
 
@@ -116,8 +116,11 @@ class Ends:
         return event
 
 
-def commit_of(transfer_id: int, num_tokens: int = 3, token: ProducedToken = TOKEN) -> HandoverCommit:
-    return HandoverCommit(request_id=RequestId(f"request-{transfer_id}"), num_tokens=num_tokens, token=token)
+def commit_of(
+    transfer_id: int, num_tokens: int = 3, first_tokens: tuple[tuple[int, int], ...] = FIRST_TOKENS
+) -> HandoverCommit:
+    request_id = RequestId(f"request-{transfer_id}")
+    return HandoverCommit(request_id=request_id, num_tokens=num_tokens, first_tokens=first_tokens)
 
 
 def fill_randomly(memory: BlockMemory, seed: int) -> None:
@@ -250,7 +253,7 @@ class RawSender:
         self.say(Write(grant.transfer_id, (piece,)), b"" if memory is not None else data)
 
     def commit(self, transfer_id: int) -> None:
-        self.say(Commit(transfer_id=transfer_id, request_id="raw", num_tokens=1, token=Token(token_id=1)))
+        self.say(Commit(transfer_id=transfer_id, request_id="raw", num_tokens=1, first_tokens=((0, 1),)))
 
     def close(self) -> None:
         self.channel.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ class PacedDecode(fake_workers.FakeDecode):
         self._live: dict[str, int] = {}  # request -> position of its next token
         self._ticker: asyncio.Task[None] | None = None
 
-    def commit(self, grant: KvGrant, token: ProducedToken) -> None:
+    def commit(self, grant: KvGrant, going_on: Sequence[int]) -> None:
         request_id = self._transfers.pop(grant.transfer_id)
         self._live[request_id] = 1
         if self._ticker is None or self._ticker.done():

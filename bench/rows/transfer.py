@@ -19,7 +19,7 @@ from bench.summary import ratios
 from twinstage.errors import InternalError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.sender import HandoverCommit, HandoverDone, KvIdentity, KvSender, TransferOutcome
-from twinstage.types import KvEndpoint, KvGrant, ProducedToken, RequestId, WorkerId
+from twinstage.types import KvEndpoint, KvGrant, RequestId, WorkerId
 
 _BLOCK_BYTES = 737_280  # 16 tokens of SmolLM2-135M in float32
 _BLOCKS = 128  # 2,048 tokens
@@ -91,9 +91,7 @@ def _transfer(sender: KvSender, receiver: EngineProcess, transport: str) -> floa
     started_s = time.perf_counter()
     transfer = sender.open(grant, outcomes.put)
     transfer.write(range(_BLOCKS), 0)
-    transfer.commit(
-        HandoverCommit(request_id=RequestId("bench"), num_tokens=16 * _BLOCKS, token=ProducedToken(token_id=1))
-    )
+    transfer.commit(HandoverCommit(request_id=RequestId("bench"), num_tokens=16 * _BLOCKS, first_tokens=((0, 1),)))
     outcome = outcomes.get(timeout=_RESULT_S)
     taken_s = time.perf_counter() - started_s
     if not isinstance(outcome, HandoverDone) or outcome.transport != transport:

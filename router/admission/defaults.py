@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from router.worker_entry import ServedModel
 from twinstage.types import (
+    BatchPrompt,
     ChatPrompt,
     Prompt,
     RawGenerationRequest,
@@ -74,9 +75,15 @@ def resolve_max_tokens(raw: RawGenerationRequest, model: ServedModel) -> int:
     return model.description.max_model_len if isinstance(raw.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
 
 
-def kind_of(raw: RawGenerationRequest, model: ServedModel) -> tuple[str, int, int]:
-    """Requests of one kind take about as long: same model, and prompt and `max_tokens` of like size (powers of two)."""
-    return model.name, _size(raw.prompt).bit_length(), resolve_max_tokens(raw, model).bit_length()
+def kind_of(raw: RawGenerationRequest, model: ServedModel) -> tuple[str, int, int, int]:
+    """Requests of one kind take about as long: same model, and prompts, `max_tokens` and continuations of like number.
+
+    Numbers are alike that have the same power of two.
+    """
+    num_prompts = len(raw.prompt.prompts) if isinstance(raw.prompt, BatchPrompt) else 1
+    continuations = num_prompts * (raw.sampling.n or 1)
+    tokens = resolve_max_tokens(raw, model)
+    return model.name, _size(raw.prompt).bit_length(), tokens.bit_length(), continuations.bit_length()
 
 
 def _size(prompt: Prompt | None) -> int:
@@ -88,4 +95,6 @@ def _size(prompt: Prompt | None) -> int:
             return CHARACTERS_PER_TOKEN * len(prompt.token_ids)
         case ChatPrompt():
             return sum(len(message.content) for message in prompt.messages)
+        case BatchPrompt():
+            return sum(map(_size, prompt.prompts))
     return 0

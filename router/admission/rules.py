@@ -7,6 +7,7 @@ from router.admission.defaults import resolve_max_tokens
 from router.limits import (
     MAX_BIAS,
     MAX_CHOICES,
+    MAX_CONTINUATIONS,
     MAX_LOGPROBS,
     MAX_PATTERN_COUNT,
     MAX_PATTERN_SIZE,
@@ -43,6 +44,7 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     if len(raw.cache_salt.encode()) > MAX_SALT_BYTES:
         violations.add("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _check_prompt(violations, raw.prompt, model)
+    _check_choices(violations, raw, model)
     _check_sampling(violations, raw.sampling, model)
     _check_stopping(violations, raw.stopping, model, max_tokens=resolve_max_tokens(raw, model))
     violations.check_number("output.logprobs", raw.output.logprobs, low=0, high=MAX_LOGPROBS)
@@ -53,8 +55,6 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
 
 def _refuse_unimplemented(raw: RawGenerationRequest) -> None:
     asked = {
-        "sampling.n above 1": (raw.sampling.n or 1) > 1,
-        "batch": isinstance(raw.prompt, BatchPrompt),
         "structured_output": raw.has_structured_output,
         "output.prompt_logprobs": raw.output.prompt_logprobs is not None,
     }
@@ -76,10 +76,20 @@ def _check_prompt(violations: Violations, prompt: Prompt | None, model: ServedMo
         case BatchPrompt(prompts=()):
             violations.add("batch.prompts", "must not be empty")
         case BatchPrompt():
-            for index, entry in enumerate(prompt.prompts[:MAX_LISTED_PER_FIELD]):
-                check_input(violations, f"batch.prompts[{index}].", entry, model)
+            _check_batch(violations, prompt, model)
         case _:
             check_input(violations, "", prompt, model)
+
+
+def _check_batch(violations: Violations, batch: BatchPrompt, model: ServedModel) -> None:
+    """Every prompt is looked at, and the first wrong ones are named."""
+    num_wrong = 0
+    for index, entry in enumerate(batch.prompts):
+        before = len(violations)
+        check_input(violations, f"batch.prompts[{index}].", entry, model)
+        num_wrong += len(violations) > before
+        if num_wrong == MAX_LISTED_PER_FIELD:
+            return
 
 
 def check_input(violations: Violations, path: str, prompt: TextPrompt | TokenPrompt, model: ServedModel) -> None:
@@ -91,6 +101,19 @@ def check_input(violations: Violations, path: str, prompt: TextPrompt | TokenPro
         violations.add(f"{path}prompt_token_ids.ids", "must not be empty")
     else:
         violations.check_token_ids(f"{path}prompt_token_ids.ids", prompt.token_ids, model.description.vocab_size)
+
+
+def _check_choices(violations: Violations, raw: RawGenerationRequest, model: ServedModel) -> None:
+    """What a call asks for can be held: by one decode worker for each prompt, and by the router for all."""
+    num_choices = raw.sampling.n or 1
+    if isinstance(raw.prompt, BatchPrompt) and num_choices * len(raw.prompt.prompts) > MAX_CONTINUATIONS:
+        asked = f"{len(raw.prompt.prompts)} prompts with {num_choices} choices each"
+        violations.add("batch.prompts", f"must be at most {MAX_CONTINUATIONS} continuations together, are {asked}")
+    if not 1 < num_choices <= MAX_CHOICES or resolve_max_tokens(raw, model) <= 1 or not model.decode:
+        return  # one token needs no decode worker
+    held = max(life.description.max_num_sequences for life in model.decode)
+    if num_choices > held:
+        violations.add("sampling.n", f"must be at most {held}, what a decode worker computes at once, is {num_choices}")
 
 
 def _check_sampling(violations: Violations, sampling: RawSampling, model: ServedModel) -> None:
@@ -131,12 +154,12 @@ def _check_stopping(violations: Violations, stopping: RawStopping, model: Served
 
 
 def _check_repetition(violations: Violations, repetition: RawRepetition) -> None:
-    path, shortest = "stopping.repetition_detection", repetition.min_pattern_size
+    path, shortest, longest = "stopping.repetition_detection", repetition.min_pattern_size, repetition.max_pattern_size
     violations.check_number(f"{path}.min_pattern_size", shortest, low=1, high=MAX_PATTERN_SIZE)
-    violations.check_number(f"{path}.max_pattern_size", repetition.max_pattern_size, low=1, high=MAX_PATTERN_SIZE)
+    violations.check_number(f"{path}.max_pattern_size", longest, low=1, high=MAX_PATTERN_SIZE)
     violations.check_number(f"{path}.min_count", repetition.min_count, low=2, high=MAX_PATTERN_COUNT)
-    if None not in (shortest, repetition.max_pattern_size) and repetition.max_pattern_size < shortest:
+    if shortest is not None and longest is not None and longest < shortest:
         violations.add(
             f"{path}.max_pattern_size",
-            f"must be at least min_pattern_size, {shortest}, is {repetition.max_pattern_size}",
+            f"must be at least min_pattern_size, {shortest}, is {longest}",
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from router.generation import Generation, OpenCall
@@ -39,14 +39,21 @@ Result = TypeVar("Result")
 StreamMessage = generation_pb2.PromptInfo | generation_pb2.Delta | generation_pb2.Finished | generation_pb2.Summary
 
 
+@dataclass(slots=True)
+class _Continuation:
+    """One continuation, as far as it has come. Of Generate, all of the text is the content of the message."""
+
+    joiner: MessageJoiner = field(default_factory=MessageJoiner)
+    tokens: list[ProducedToken] = field(default_factory=list)
+    finish: Finish | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A whole answer."""
+    """A whole answer: its continuations in the order of their indices."""
 
     call: OpenCall
-    message: ChatMessage  # of Generate, all of the text is its content
-    tokens: tuple[ProducedToken, ...]
-    finish: Finish
+    continuations: tuple[_Continuation, ...]
     summary: SummaryEvent
 
 
@@ -63,15 +70,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._door.check_generate(request)
         raw = generate_request_from_proto(request)
         answer = await self._collect(raw, context)
-        result = await convert_answer(
-            partial(generation_result_to_proto, answer.message.content),
-            answer,
-            return_token_ids=raw.output.return_token_ids,
-        )
+        results = await convert_answer(_text_to_proto, answer, return_token_ids=raw.output.return_token_ids)
         return generation_pb2.GenerateResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
-            results=[result],
+            results=results,
             usage=usage_to_proto(answer.summary.usage),
             timing=timing_to_proto(answer.summary.timing),
             placement=placement_to_proto(answer.summary.placement),
@@ -83,13 +86,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._door.check_chat(request)
         raw = chat_request_from_proto(request)
         answer = await self._collect(raw, context)
-        result = await convert_answer(
-            partial(chat_result_to_proto, answer.message), answer, return_token_ids=raw.output.return_token_ids
-        )
+        results = await convert_answer(chat_result_to_proto, answer, return_token_ids=raw.output.return_token_ids)
         return generation_pb2.ChatResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
-            results=[result],
+            results=results,
             usage=usage_to_proto(answer.summary.usage),
             timing=timing_to_proto(answer.summary.timing),
             placement=placement_to_proto(answer.summary.placement),
@@ -147,9 +148,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         yield summary_to_proto(usage=event.usage, timing=event.timing, placement=event.placement)
 
     async def _collect(self, raw: RawGenerationRequest, context: Any) -> _Answer:
-        answers, joiner = Answers(), MessageJoiner()
-        tokens: list[ProducedToken] = []
-        finish: Finish | None = None
+        answers = Answers()
+        continuations: defaultdict[int, _Continuation] = defaultdict(_Continuation)
         summary: SummaryEvent | None = None
         async with self._generation.open(
             raw,
@@ -163,30 +163,46 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     case PromptEvent():
                         answers = Answers(event.answer_format)
                     case DeltaEvent():
-                        joiner.add_delta(answers.delta(event.index, event.text))
-                        tokens += event.tokens
+                        continuation = continuations[event.index]
+                        continuation.joiner.add_delta(answers.delta(event.index, event.text))
+                        continuation.tokens += event.tokens
                     case FinishEvent():
-                        rest, finish = answers.finish(event.index, event.finish)
-                        joiner.add_delta(rest)
+                        continuation = continuations[event.index]
+                        rest, continuation.finish = answers.finish(event.index, event.finish)
+                        continuation.joiner.add_delta(rest)
                     case SummaryEvent():
                         summary = event
-        if finish is None or summary is None:
+        if summary is None:
             raise InternalError("the request ended without a summary")
-        return _Answer(call=call, message=joiner.message(), tokens=tuple(tokens), finish=finish, summary=summary)
+        ordered = tuple(continuation for _, continuation in sorted(continuations.items()))
+        return _Answer(call=call, continuations=ordered, summary=summary)
 
 
-async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, return_token_ids: bool) -> Result:
-    """The answer as a message; made on a thread when its log probabilities would hold up the event loop."""
-    convert = partial(
-        to_proto,
-        answer.tokens,
-        index=0,
-        finish=answer.finish,
-        return_token_ids=return_token_ids,
-        token_text=answer.call.model.tokenizer.token_text,
-    )
-    num_logprobs = sum(1 + len(token.logprobs.top) for token in answer.tokens if token.logprobs is not None)
+async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, return_token_ids: bool) -> list[Result]:
+    """The results as messages; made on a thread when their log probabilities would hold up the event loop."""
+
+    def convert() -> list[Result]:
+        return [
+            to_proto(
+                continuation.joiner.message(),
+                continuation.tokens,
+                index=index,
+                finish=continuation.finish,
+                return_token_ids=return_token_ids,
+                token_text=answer.call.model.tokenizer.token_text,
+            )
+            for index, continuation in enumerate(answer.continuations)
+        ]
+
+    tokens = (token for continuation in answer.continuations for token in continuation.tokens)
+    num_logprobs = sum(1 + len(token.logprobs.top) for token in tokens if token.logprobs is not None)
     return convert() if num_logprobs <= LARGE_ANSWER else await asyncio.to_thread(convert)
+
+
+def _text_to_proto(
+    message: ChatMessage, tokens: Sequence[ProducedToken], **options: Any
+) -> generation_pb2.GenerationResult:
+    return generation_result_to_proto(message.content, tokens, **options)
 
 
 _FIELDS = {

@@ -20,7 +20,6 @@ from twinstage.transfer.messages import (
     Proof,
     Refused,
     Revoke,
-    Token,
     Write,
 )
 from twinstage.v1 import embedding_pb2, generation_pb2, tokenizer_pb2
@@ -103,8 +102,7 @@ def _frames() -> Iterator[bytes]:
     yield encode(Proof(proof=digest))
     yield encode(Refused(reason="STALE_HANDLE", message="é"))
     yield encode(Open(transfer_id=1, epoch=2, generation=3, proof=digest))
-    token = Token(token_id=3, logprob=-0.5, rank=1, top=((3, -0.5), (4, -1.5)))
-    yield encode(Commit(transfer_id=1, request_id="r", num_tokens=2, token=token))
+    yield encode(Commit(transfer_id=1, request_id="r", num_tokens=2, first_tokens=((0, 3), (2, 4))))
     for kind in (Ack, Abort, Revoke):
         yield encode(kind(transfer_id=2**64 - 1))
     piece = Piece(position=0, block_id=1, offset=0, length=64, generation=1, checksum=2**64 - 1)

@@ -3,10 +3,10 @@
                 add                                                         add_prefilled
                  │                                                                │
                  v                                                                v
-              waiting ──admit──> prefilling ──first token──> (held | decoding <──┘)
+              waiting ──admit──> prefilling ──first token──> (held | decoding <──┘)     several choices: each by itself
                  ^                    │                        │        │
                  └────── preempt ─────┴────────────────────────────────┘
-    every way out (finished, failed, aborted, released) goes through `_drop`, which frees the blocks or keeps them
+    every way out (finished, failed, aborted, released) goes through `States.drop`, which frees the blocks or keeps them
 
 A step is schedule -> run -> apply -> emit. The core belongs to one thread; only the block pool is shared with others.
 A prefill worker holds each sequence after its first token (`hold_after_first_token`) until its blocks are handed over,
@@ -20,7 +20,6 @@ import itertools
 import time
 from collections.abc import Callable
 
-from twinstage.engine.decode_scheduler import DecodeScheduler
 from twinstage.engine.output import (
     ComputedChunk,
     EngineConfig,
@@ -31,11 +30,10 @@ from twinstage.engine.output import (
     computed_chunk,
 )
 from twinstage.engine.plan import ScheduledChunk, StepPlan
-from twinstage.engine.prefill_scheduler import PrefillScheduler
 from twinstage.engine.prefix_cache import PrefixCache
-from twinstage.engine.roster import Roster
-from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations, pool_too_small
-from twinstage.engine.step_model import Runner, StepModel
+from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations
+from twinstage.engine.states import States
+from twinstage.engine.step_model import Runner, Sampled, StepModel
 from twinstage.errors import (
     ComputeFailed,
     IntegrityError,
@@ -68,9 +66,14 @@ class EngineCore:
         config: EngineConfig,
         *,
         hasher: PrefixHasher | None = None,
+        copy_block: Callable[[int, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hasher` names blocks for the prefix cache; without it nothing is cached."""
+        """`hasher` names blocks for the prefix cache; without it nothing is cached.
+
+        `copy_block` copies the bytes of a block (source, target), which sequences of several choices need that go on
+        to decode in this engine.
+        """
         self.pool = pool
         self.config = config
         self._model = StepModel(runner)
@@ -81,20 +84,8 @@ class EngineCore:
             hit_multiple=config.max_tokens_per_step if config.fixed_passes else config.prefix_hit_multiple,
             whole_chunks=config.fixed_passes,
         )
-        self._prefill = PrefillScheduler(
-            pool,
-            block_size=config.block_size,
-            chunk_size=config.max_tokens_per_step,
-            max_num_sequences=config.max_num_sequences,
-            decodes_here=not config.hold_after_first_token,
-            prefix_cache=self._prefix_cache,
-            fixed_passes=config.fixed_passes,
-        )
-        self._decode = DecodeScheduler(pool, block_size=config.block_size, max_num_sequences=config.max_num_sequences)
-        self._roster = Roster()
+        self._states = States(pool, config, self._prefix_cache, copy_block=copy_block, clock=clock)
         self._arrivals = itertools.count()
-        self._num_finished = 0
-        self._record = StepRecord()
 
     # --- what comes in ---------------------------------------------------------------------------
 
@@ -103,20 +94,18 @@ class EngineCore:
 
         Raises AlreadyExists when the id is live. Whatever else is wrong is reported as a failure by the next step.
         """
-        self._roster.check_new(spec.request_id)
-        sequence = Sequence(
-            spec=spec,
-            table=self.pool.allocate(0, owner=spec.request_id),
-            arrival=next(self._arrivals),
-            arrived_s=self._clock(),
-            output_token_ids=list(spec.resumed_token_ids),
-        )
-        self._roster.enter(sequence)
+        self._states.roster.check_new(spec.request_id)
+        table = self.pool.allocate(0, owner=spec.request_id)
+        sequence = Sequence(spec=spec, table=table, arrival=next(self._arrivals), arrived_s=self._clock())
+        sequence.output_token_ids += spec.resumed_token_ids
+        if not self.config.hold_after_first_token:
+            sequence.num_spare_blocks = sequence.blocks_to_fork(self.config.block_size)
+        self._states.roster.enter(sequence)
         violations = admission_violations(spec, max_model_len=self.config.max_model_len)
         if violations:
-            self._fail(sequence, InvalidRequest(violations))
+            self._states.fail(sequence, InvalidRequest(violations))
         else:
-            self._queue(sequence)
+            self._states.queue(sequence)
 
     def add_prefilled(
         self, spec: SequenceSpec, table: BlockTable, token: ProducedToken, *, hashes: HashChain | None = None
@@ -127,7 +116,7 @@ class EngineCore:
         `hashes` are the names of its complete blocks, where somebody has computed them already.
         Raises AlreadyExists when the id is live, IntegrityError when the table is too small; it is the caller's then.
         """
-        self._roster.check_new(spec.request_id)
+        self._states.roster.check_new(spec.request_id)
         num_known = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         if len(table) < blocks_for(num_known, block_size=self.config.block_size):
             raise IntegrityError(f"{len(table)} blocks do not hold the {num_known} tokens of {spec.request_id}")
@@ -142,13 +131,13 @@ class EngineCore:
             hashes=hashes,
             num_published_blocks=table.num_shared,
         )
-        self._roster.enter(sequence)
+        self._states.roster.enter(sequence)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         if finish is None:
-            self._decode.add(sequence)
+            self._states.decode.add(sequence)
         else:  # the prefill worker's limits are wider than ours
-            self._record.chunks.append(TokenChunk(request_id=spec.request_id, tokens=(), finish=finish))
-            self._finish(sequence)
+            self._states.record.chunks.append(TokenChunk(request_id=spec.request_id, tokens=(), finish=finish))
+            self._states.finish(sequence)
 
     def abort(self, request_id: RequestId, *, keep_blocks: bool = False) -> bool:
         """End a sequence in whatever state; whether it was live. Nothing is emitted for it.
@@ -156,45 +145,45 @@ class EngineCore:
         Its blocks are free afterwards, those that were kept when it ended among them; with `keep_blocks` they stay
         out of use until it is aborted again.
         """
-        sequence = self._roster.get(request_id)
+        sequence = self._states.roster.get(request_id)
         if sequence is not None:
-            self._drop(sequence, keep_blocks=keep_blocks)
+            self._states.drop(sequence, keep_blocks=keep_blocks)
         if not keep_blocks:
-            self._roster.free_kept(request_id)
+            self._states.roster.free_kept(request_id)
         return sequence is not None
 
     def release(self, request_id: RequestId) -> None:
         """Free a sequence that is held after its first token. Ignored when it is not held (any more)."""
-        if (sequence := self._roster.held(request_id)) is not None:
-            self._num_finished += 1
-            self._drop(sequence)
+        if (sequence := self._states.roster.held(request_id)) is not None:
+            self._states.num_finished += 1
+            self._states.drop(sequence)
 
     def fail_all(self, error: TwinstageError) -> StepOutput:
         """End every sequence with `error`; returns what the next step would have reported, and that."""
-        for sequence in self._roster.all_live():
-            self._fail(sequence, error)
+        for sequence in self._states.roster.all_live():
+            self._states.fail(sequence, error)
         return self._emit()
 
     def abort_all(self) -> None:
         """End every sequence and free all blocks; nothing is emitted."""
-        for request_id in self._roster.all_ids():
+        for request_id in self._states.roster.all_ids():
             self.abort(request_id)
-        self._record = StepRecord()
+        self._states.record = StepRecord()
 
     # --- what can be asked -----------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether a step may do or report something. Held sequences are no work."""
-        return self._prefill.has_work or self._decode.has_work or not self._record.is_empty
+        return self._states.prefill.has_work or self._states.decode.has_work or not self._states.record.is_empty
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            running=len(self._prefill.prefilling) + len(self._decode.decoding),
-            waiting=len(self._prefill.waiting),
-            waiting_tokens=self._prefill.num_uncomputed_tokens,
-            finished=self._num_finished,
-            wanted_blocks=self._prefill.wanted_blocks,
+            running=len(self._states.prefill.prefilling) + len(self._states.decode.decoding),
+            waiting=len(self._states.prefill.waiting),
+            waiting_tokens=self._states.prefill.num_uncomputed_tokens,
+            finished=self._states.num_finished,
+            wanted_blocks=self._states.prefill.wanted_blocks,
         )
 
     # --- the step --------------------------------------------------------------------------------
@@ -207,14 +196,14 @@ class EngineCore:
         return self._emit()
 
     def _schedule(self) -> StepPlan:
-        decision = self._decode.schedule(prefilling=self._prefill.prefilling)
+        decision = self._states.decode.schedule(prefilling=self._states.prefill.prefilling)
         for sequence in decision.preempted:
-            self._requeue(sequence)
+            self._states.requeue(sequence)
         for sequence in decision.impossible:
-            self._fail(sequence, pool_too_small(sequence, self.pool.num_blocks, block_size=self.config.block_size))
-        self._prefill.admit(decoding=self._decode.decoding)
+            self._states.outgrew_pool(sequence)
+        self._states.prefill.admit(decoding=self._states.decode.decoding)
         room = self.config.max_num_sequences - len(decision.chunks)
-        chunks = (*decision.chunks, *self._prefill.schedule(max_chunks=room))
+        chunks = (*decision.chunks, *self._states.prefill.schedule(max_chunks=room))
         now_s = self._clock()
         for chunk in chunks:
             if chunk.sequence.started_s is None:
@@ -226,74 +215,40 @@ class EngineCore:
             tokens = self._model.compute(plan)
         except TwinstageError as error:
             for chunk in plan.chunks:
-                self._fail(chunk.sequence, error)
+                self._states.fail(chunk.sequence, error)
             return
-        self._record.num_computed_tokens += plan.num_tokens
-        for chunk, token in zip(plan.chunks, tokens, strict=True):
-            self._apply(chunk, token)
+        self._states.record.num_computed_tokens += plan.num_tokens
+        for chunk, sampled in zip(plan.chunks, tokens, strict=True):
+            self._apply(chunk, sampled)
 
-    def _apply(self, chunk: ScheduledChunk, token: ProducedToken | ComputeFailed | None) -> None:
+    def _apply(self, chunk: ScheduledChunk, sampled: list[Sampled]) -> None:
         sequence = chunk.sequence
-        is_prefill = sequence in self._prefill.prefilling
+        is_prefill = sequence in self._states.prefill.prefilling
         sequence.mark_computed(chunk.end)
         if is_prefill:
-            self._record.computed.append(computed_chunk(sequence))
-        if token is None:
+            self._states.record.computed.append(computed_chunk(sequence))
+        if not sampled:
             return
-        if isinstance(token, ComputeFailed):
-            self._prefix_cache.withdraw(sequence)
-            self._fail(sequence, token)
-            return
+        tokens: list[ProducedToken] = []
+        for token in sampled:
+            if isinstance(token, ComputeFailed):
+                self._prefix_cache.withdraw(sequence)
+                self._states.fail(sequence, token)
+                return
+            tokens.append(token)
         self._prefix_cache.publish(sequence)
+        if len(tokens) > 1:
+            self._states.end_shared_prefill(sequence, tokens)
+            return
+        (token,) = tokens
         sequence.output_token_ids.append(token.token_id)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
-        self._record.chunks.append(TokenChunk(request_id=sequence.request_id, tokens=(token,), finish=finish))
+        self._states.record.chunks.append(TokenChunk(request_id=sequence.request_id, tokens=(token,), finish=finish))
         if is_prefill:
-            self._end_prefill(sequence)
+            self._states.end_prefill(sequence)
         if finish is not None:
-            self._finish(sequence)
+            self._states.finish(sequence)
 
     def _emit(self) -> StepOutput:
-        output, self._record = self._record.output(), StepRecord()
+        output, self._states.record = self._states.record.output(), StepRecord()
         return output
-
-    # --- moves between states --------------------------------------------------------------------
-
-    def _queue(self, sequence: Sequence) -> None:
-        if self._prefill.can_ever_fit(sequence):
-            self._prefill.add(sequence)
-        else:
-            self._fail(sequence, pool_too_small(sequence, self.pool.num_blocks, block_size=self.config.block_size))
-
-    def _requeue(self, sequence: Sequence) -> None:
-        """After a preemption, which released the table."""
-        self._record.preempted.append(sequence.request_id)
-        self._prefill.remove(sequence)
-        self._decode.remove(sequence)
-        sequence.restart(self.pool.allocate(0, owner=sequence.request_id))
-        self._queue(sequence)
-
-    def _end_prefill(self, sequence: Sequence) -> None:
-        self._prefill.remove(sequence)
-        if sequence.first_token_s is None and not sequence.was_prefilled_elsewhere:
-            sequence.first_token_s = self._clock()
-            self._record.prefilled.append(sequence.stats(sequence.first_token_s))
-        if self.config.hold_after_first_token:
-            self._roster.hold(sequence)
-        else:
-            self._decode.add(sequence)
-
-    def _finish(self, sequence: Sequence) -> None:
-        self._num_finished += 1
-        self._record.finished.append(sequence.stats(self._clock()))
-        self._drop(sequence, keep_blocks=self.config.hold_after_first_token)
-
-    def _fail(self, sequence: Sequence, error: TwinstageError) -> None:
-        self._record.failed.append(SequenceFailure(request_id=sequence.request_id, error=error))
-        self._drop(sequence, keep_blocks=self.config.hold_after_first_token)
-
-    def _drop(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
-        """The one way out: forget the sequence, and free its blocks or keep them until `abort`."""
-        self._prefill.remove(sequence)
-        self._decode.remove(sequence)
-        self._roster.leave(sequence, keep_blocks=keep_blocks)

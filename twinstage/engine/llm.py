@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from twinstage.engine.choices import choice_id
 from twinstage.engine.core import EngineCore
 from twinstage.engine.output import EngineConfig, StepOutput
 from twinstage.engine.runner import choose_runner
@@ -70,7 +71,7 @@ class GenerationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What became of one prompt. `tokens` carries the logprobs when they were asked for."""
+    """One continuation of a prompt. `tokens` carries the logprobs when they were asked for."""
 
     prompt_token_ids: tuple[int, ...]
     tokens: tuple[ProducedToken, ...]
@@ -128,7 +129,7 @@ class LLM:
             fixed_passes=chosen.fixed_passes,
         )
         hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
-        self.core = EngineCore(chosen.runner, self.pool, config, hasher=hasher)
+        self.core = EngineCore(chosen.runner, self.pool, config, hasher=hasher, copy_block=self.memory.copy_block)
         self._request_numbers = itertools.count()
         self._closed = False
 
@@ -137,6 +138,7 @@ class LLM:
         prompts: Sequence[str | Sequence[int]],
         sampling: SamplingParameters | None = None,
         *,
+        n: int = 1,
         max_tokens: int = _DEFAULT_MAX_TOKENS,
         limits: GenerationLimits | None = None,
         logprobs: int | None = None,
@@ -144,19 +146,24 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue every prompt (text or token ids), all together, and return the results in the same order.
 
-        `limits` replaces `max_tokens` where more is to be said. Raises the error of the first prompt that fails, after
-        ending the others; no block stays in use in any case. Raises InternalError after `close`.
+        Of each prompt there are `n` results in a row, which differ in the random numbers alone. `limits` replaces
+        `max_tokens` where more is to be said. Raises the error of the first prompt that fails, after ending the others;
+        no block stays in use in any case. Raises InternalError after `close`.
         """
         if self._closed:
             raise InternalError("this LLM is closed")
         limits = limits or GenerationLimits(max_tokens=max_tokens)
-        jobs: dict[RequestId, _Job] = {}
+        specs: list[SequenceSpec] = []
+        jobs: dict[RequestId, _Job] = {}  # by choice
         for prompt in prompts:
-            spec = self._spec(prompt, sampling or SamplingParameters(), limits, logprobs)
-            jobs[spec.request_id] = _Job(spec, TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens))
+            spec = self._spec(prompt, sampling or SamplingParameters(), limits, logprobs, num_choices=n)
+            specs.append(spec)
+            for index in range(n):
+                stream = TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens)
+                jobs[choice_id(spec.request_id, index)] = _Job(spec, stream)
         try:
-            for job in jobs.values():
-                self.core.add(job.spec)
+            for spec in specs:
+                self.core.add(spec)
             while self.core.has_work:
                 self._deliver(self.core.step(), jobs)
         finally:
@@ -189,6 +196,8 @@ class LLM:
         sampling: SamplingParameters,
         limits: GenerationLimits,
         logprobs: int | None,
+        *,
+        num_choices: int,
     ) -> SequenceSpec:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         model_stops = () if limits.ignore_eos else self.tokenizer.bundle.eos_token_ids
@@ -200,6 +209,7 @@ class LLM:
             min_tokens=limits.min_tokens,
             stop_token_ids=limits.stop_token_ids.union(model_stops),
             logprobs=logprobs,
+            num_choices=num_choices,
         )
 
     def _deliver(self, output: StepOutput, jobs: dict[RequestId, _Job]) -> None:
@@ -215,7 +225,7 @@ class LLM:
 
 
 class _Job:
-    """One prompt on its way through the engine."""
+    """One continuation of a prompt on its way through the engine."""
 
     def __init__(self, spec: SequenceSpec, stream: TextStream) -> None:
         self.spec = spec

@@ -140,4 +140,4 @@ class PrefillScheduler:
         return min(num_prompt - start, until_border)
 
     def _blocks_of(self, sequence: Sequence) -> int:
-        return blocks_for(sequence.num_tokens, block_size=self._block_size)
+        return blocks_for(sequence.num_tokens, block_size=self._block_size) + sequence.num_spare_blocks

@@ -41,7 +41,7 @@ class PrefixCache:
         Raises KvExhausted, with nothing changed, unless `keep_free` blocks more remain free.
         """
         sequence.looked_up_at = sequence.table.pool_changes
-        count = blocks_for(sequence.num_tokens, block_size=self._block_size)
+        count = blocks_for(sequence.num_tokens, block_size=self._block_size) + sequence.num_spare_blocks
         hits = sequence.table.grow(count, keep_free=keep_free, prefix=self._wanted(sequence), multiple=self._multiple)
         self._skip(sequence, hits)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from twinstage.errors import FieldViolation, KvExhausted
 from twinstage.kv.block_pool import BlockTable
+from twinstage.kv.fork import spare_blocks
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain
 from twinstage.kv.shortage import Shortage
@@ -52,6 +53,7 @@ class Sequence:
     computed_prompt_tokens: int = 0
     hashes: HashChain | None = None  # names of the leading blocks, as far as anybody asked
     num_published_blocks: int = 0  # leading ones that the prefix index has heard of
+    num_spare_blocks: int = 0  # that it needs when it is forked into its choices
     shortage: Shortage | None = None  # why it waits for blocks
     looked_up_at: int | None = None  # `BlockPool.changes` when the prefix index was last asked for more
 
@@ -85,6 +87,10 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    def blocks_to_fork(self, block_size: int) -> int:
+        """Blocks that its choices need besides those of the tokens it has."""
+        return spare_blocks(self.num_tokens, num_choices=self.spec.num_choices, block_size=block_size)
 
     def restart(self, table: BlockTable) -> None:
         """Begin again with an empty `table`; the tokens stay."""
@@ -129,6 +135,8 @@ def admission_violations(spec: SequenceSpec, *, max_model_len: int) -> list[Fiel
     """What makes it impossible to generate even one token."""
     violations = []
     num_known = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
+    if spec.num_choices < 1:
+        violations.append(FieldViolation("sequence.num_choices", "must be at least 1"))
     if not spec.prompt_token_ids:
         violations.append(FieldViolation("sequence.prompt_token_ids", "must not be empty"))
     if num_known >= max_model_len:
@@ -141,7 +149,7 @@ def admission_violations(spec: SequenceSpec, *, max_model_len: int) -> list[Fiel
 
 def pool_too_small(sequence: Sequence, num_blocks: int, *, block_size: int) -> KvExhausted:
     """The error of a sequence that outgrew the whole pool."""
-    needed = blocks_for(sequence.num_tokens, block_size=block_size)
+    needed = blocks_for(sequence.num_tokens, block_size=block_size) + sequence.num_spare_blocks
     return KvExhausted(
         f"{sequence.num_tokens} tokens need {needed} KV blocks, more than the {num_blocks} of this worker"
     )

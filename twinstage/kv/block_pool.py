@@ -6,10 +6,13 @@
 
     sealed ──withdraw, or reset──> sealed and unknown ──last release──> free
 
+    owned ──divide──> sealed and not yet known ──publish──> sealed
+                         └──last release, or withdraw──> as above
+
     free     nobody holds it, its content means nothing
     owned    exactly one BlockTable holds it, and may write it
     sealed   complete and read-only: the prefix index knows what is in it, unless that was withdrawn; any number of
-             tables hold it
+             tables hold it. One that was divided before it was published is not known yet
     cached   nobody holds it, but the index still knows it; counts as free, the least recently used is evicted first
 
 A `BlockTable` is the holding. Every table has a generation of its own; the blocks that it owns answer it, all others
@@ -24,29 +27,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from twinstage.errors import ConfigError, IntegrityError, KvExhausted, StaleHandle
 from twinstage.kv.block_table import BlockTable
 from twinstage.kv.pool_check import check_books
-from twinstage.kv.prefix_index import BlockHash, PrefixIndex
+from twinstage.kv.prefix_index import BlockHash, PrefixIndex, PrefixLookups
 from twinstage.kv.victims import choose_victims
 
 __all__ = ["FREE_GENERATION", "BlockPool", "BlockTable", "PrefixLookups"]
 
 FREE_GENERATION = 0  # what `generation_of` answers for a block that no table owns; tables start at 1
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLookups:
-    """Blocks whose content was looked up in the prefix index, and how many of them were found."""
-
-    wanted: int = 0
-    found: int = 0
-
-    def plus(self, *, wanted: int, found: int) -> PrefixLookups:
-        return PrefixLookups(self.wanted + wanted, self.found + found)
 
 
 class BlockPool:
@@ -63,6 +55,7 @@ class BlockPool:
         self._generations = [FREE_GENERATION] * num_blocks
         self._last_generation = FREE_GENERATION
         self._index = PrefixIndex()
+        self._unnamed: set[int] = set()  # sealed blocks that are not known yet
         self._resets = 0
         self._changes = 0
         self._lookups = PrefixLookups()
@@ -118,6 +111,7 @@ class BlockPool:
         """Forget what is in the blocks; returns of how many. Cached ones are free, held ones are not shared anew."""
         with self._lock:
             dropped = self._index.clear()
+            self._unnamed.clear()
             self._free.extend(self._cached)
             self._cached.clear()
             self._resets += 1
@@ -142,6 +136,7 @@ class BlockPool:
                 holders=self._holders,
                 generations=self._generations,
                 index=self._index,
+                unnamed=self._unnamed,
             )
 
     def owners(self) -> dict[str, int]:
@@ -159,8 +154,7 @@ class BlockPool:
             return self._append(table, count, keep_free, prefix, multiple)
 
     def _exchange(self, table: BlockTable, start: int, prefix: Sequence[BlockHash], multiple: int) -> int:
-        with self._lock:
-            free_before = self._num_free
+        with self._freeing():
             known = self._index.match(prefix[: max(0, len(table) - start)], multiple=multiple)
             replaced = table._block_ids[start : start + len(known)]
             if any(self._generations[block_id] != table.generation for block_id in replaced):
@@ -171,9 +165,6 @@ class BlockPool:
             for block_id in replaced:
                 self._let_go(block_id)
             self._lookups = self._lookups.plus(wanted=0, found=len(known))  # they were counted as wanted before
-            is_more_free = self._num_free > free_before
-        if is_more_free:
-            self._tell_listeners()
         return len(known)
 
     def _publish(self, table: BlockTable, start: int, hashes: Sequence[BlockHash]) -> None:
@@ -181,42 +172,52 @@ class BlockPool:
             if table._resets != self._resets:
                 return
             for block_id, name in zip(table._block_ids[start:], hashes, strict=False):
-                if self._generations[block_id] == table.generation and self._index.add(name, block_id):
+                is_new = self._generations[block_id] == table.generation or block_id in self._unnamed
+                if is_new and self._index.add(name, block_id):
                     self._generations[block_id] = FREE_GENERATION
+                    self._unnamed.discard(block_id)
                     self._changes += 1
 
     def _withdraw(self, table: BlockTable) -> None:
         with self._lock:
             for block_id in table._block_ids:
                 self._index.discard(block_id)
+                self._unnamed.discard(block_id)
+
+    def _divide(self, table: BlockTable, owners: Sequence[str], num_shared: int, num_own: int) -> list[BlockTable]:
+        with self._freeing():
+            if num_shared + num_own * len(owners) > len(table):
+                raise IntegrityError(f"{table.owner!r} has too few blocks for {len(owners)} owners")
+            parts = [self._part(table, owner, num_shared, num_own, index) for index, owner in enumerate(owners)]
+            self._give_back(table)
+        return parts
 
     def _release(self, table: BlockTable) -> None:
-        with self._lock:
-            free_before = self._num_free
+        with self._freeing():
             self._give_back(table)
-            is_more_free = self._num_free > free_before
-        if is_more_free:
-            self._tell_listeners()
 
     def _take_over(self, table: BlockTable, candidates: Sequence[BlockTable], count: int) -> list[BlockTable]:
-        with self._lock:
-            free_before = self._num_free
+        with self._freeing():
             held = [candidate._block_ids for candidate in candidates]
-            chosen = choose_victims(held, self._holders, wanted=count - free_before)
+            chosen = choose_victims(held, self._holders, wanted=count - self._num_free)
             if chosen is None:
                 raise KvExhausted(f"{count} KV blocks wanted, {len(candidates)} tables do not free as many")
             victims = [candidates[position] for position in chosen]
             for victim in victims:
                 self._give_back(victim)
             self._append(table, count, 0, (), 1)
-            is_more_free = self._num_free > free_before
-        if is_more_free:
-            self._tell_listeners()
         return victims
 
-    def _tell_listeners(self) -> None:
-        for listener in self._free_listeners:
-            listener()
+    @contextmanager
+    def _freeing(self) -> Iterator[None]:
+        """With the lock; afterwards the listeners hear of it if more blocks are free."""
+        with self._lock:
+            free_before = self._num_free
+            yield
+            is_more_free = self._num_free > free_before
+        if is_more_free:
+            for listener in self._free_listeners:
+                listener()
 
     # --- with the lock held ----------------------------------------------------------------------
 
@@ -245,6 +246,24 @@ class BlockPool:
         table._block_ids = (*table._block_ids, *shared, *owned)
         return len(shared)
 
+    def _part(self, table: BlockTable, owner: str, num_shared: int, num_own: int, index: int) -> BlockTable:
+        """A table that holds a part of another one beside it: the blocks that all share, and some that only it gets."""
+        start = num_shared + num_own * index
+        self._last_generation += 1
+        part = BlockTable(self, owner=owner, generation=self._last_generation, resets=table._resets)
+        part.num_shared = table.num_shared
+        part._block_ids = (*table._block_ids[:num_shared], *table._block_ids[start : start + num_own])
+        for block_id in part._block_ids:
+            self._holders[block_id] += 1
+        for block_id in part._block_ids[:num_shared]:
+            if self._generations[block_id] == table.generation:
+                self._generations[block_id] = FREE_GENERATION
+                self._unnamed.add(block_id)
+        for block_id in part._block_ids[num_shared:]:
+            self._generations[block_id] = part.generation
+        self._tables.add(part)
+        return part
+
     def _take(self, generation: int) -> int:
         """A free block, now owned; there must be one."""
         if self._free:
@@ -267,6 +286,7 @@ class BlockPool:
         if self._holders[block_id]:
             return
         self._generations[block_id] = FREE_GENERATION
+        self._unnamed.discard(block_id)
         self._changes += 1
         if block_id in self._index:
             self._cached[block_id] = None

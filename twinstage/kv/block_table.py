@@ -75,6 +75,14 @@ class BlockTable:
         """
         return self._pool._take_over(self, candidates, count)
 
+    def divide(self, owners: Sequence[str], num_shared: int, *, num_own: int) -> list[BlockTable]:
+        """A table for each of `owners`, to which nothing is left to this one: it counts as released.
+
+        All of them share the first `num_shared` blocks, which are complete and sealed now. Of those after them, each
+        gets the next `num_own`; what is left over is free. Raises IntegrityError when there are too few.
+        """
+        return self._pool._divide(self, owners, num_shared, num_own)
+
     def release(self) -> None:
         """Give all blocks back. Idempotent."""
         self._pool._release(self)

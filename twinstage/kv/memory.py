@@ -92,6 +92,11 @@ class BlockMemory:
         start = block_id * self.block_bytes
         return self._view[start : start + self.block_bytes]
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Make the bytes of one block those of another. Raises as `block`. Runs without the interpreter's lock."""
+        place, content = self.block(target), self.block(source)
+        ctypes.memmove(_address(place), _address(content), self.block_bytes)
+
     def view(self) -> memoryview:
         """The writable bytes of all blocks. Raises TransferError when closed."""
         self._check_open()
@@ -111,6 +116,10 @@ class BlockMemory:
     def _check_open(self) -> None:
         if self._closed:
             raise TransferError("the KV memory is closed")
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _check_file(fd: int, *, size: int) -> None:

@@ -16,11 +16,12 @@ def check_books(
     holders: Sequence[int],
     generations: Sequence[int],
     index: PrefixIndex,
+    unnamed: Collection[int] = (),
 ) -> None:
     """Raise IntegrityError unless every block is free, cached, owned by one table, or sealed and held by some.
 
     `tables` are (owner, generation, block ids); `holders` and `generations` are by block, the generation of a block
-    that no table owns being 0.
+    that no table owns being 0. `unnamed` are sealed, and the index does not know them.
     """
     claims: dict[int, list[tuple[str, int]]] = {}  # by block: who holds it, and under which generation
     for block_id in free:
@@ -37,6 +38,9 @@ def check_books(
             claims.setdefault(block_id, []).append((repr(owner), generation))
     if len(claims) != len(holders):
         raise IntegrityError(f"nobody holds blocks {sorted(set(range(len(holders))) - claims.keys())}")
+    for block_id in unnamed:
+        if block_id in index or block_id in nobodys or generations[block_id] != 0:
+            raise IntegrityError(f"block {block_id} waits for a name, but it is known, free or owned")
     for block_id, claimed in claims.items():
         _check_block(block_id, claimed, generation=generations[block_id], is_nobodys=block_id in nobodys, index=index)
         expected = 0 if block_id in nobodys else len(claimed)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NewType
 
 from twinstage.errors import IntegrityError
@@ -60,6 +61,12 @@ class HashChain:
         """Tokens that have a name so far."""
         return len(self.hashes) * self._block_size
 
+    def copy(self) -> HashChain:
+        """The same sequence, to be continued in another way."""
+        chain = HashChain(self._key, self._last, block_size=self._block_size)
+        chain.hashes = list(self.hashes)
+        return chain
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Name the complete blocks of `token_ids`, which follow the first `num_tokens`; a rest is left for later."""
         raw = memoryview(array("I", token_ids)).cast("B")  # 4 bytes a token, little-endian where this runs
@@ -69,6 +76,17 @@ class HashChain:
             digest.update(raw[start : start + step])
             self._last = digest.digest()
             self.hashes.append(BlockHash(self._last))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookups:
+    """Blocks whose content was looked up in the prefix index, and how many of them were found."""
+
+    wanted: int = 0
+    found: int = 0
+
+    def plus(self, *, wanted: int, found: int) -> PrefixLookups:
+        return PrefixLookups(self.wanted + wanted, self.found + found)
 
 
 class PrefixIndex:

@@ -61,6 +61,7 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         logprobs=spec.logprobs,
         priority=spec.priority,
         cache_salt=spec.cache_salt,
+        num_choices=spec.num_choices,
     )
 
 
@@ -87,6 +88,7 @@ def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        num_choices=message.num_choices or 1,
     )
 
 
@@ -152,7 +154,11 @@ def _token_from_proto(message: worker_pb2.Token) -> ProducedToken:
 
 
 def token_chunk_to_proto(chunk: TokenChunk) -> worker_pb2.Chunk:
-    message = worker_pb2.Chunk(request_id=chunk.request_id, tokens=[_token_to_proto(token) for token in chunk.tokens])
+    message = worker_pb2.Chunk(
+        request_id=chunk.request_id,
+        tokens=[_token_to_proto(token) for token in chunk.tokens],
+        choice_index=chunk.choice_index,
+    )
     if chunk.finish is not None:
         message.stop_cause = _CAUSE_TO_PROTO[chunk.finish.reason]
         if chunk.finish.matched_token_id is not None:
@@ -173,6 +179,7 @@ def token_chunk_from_proto(message: worker_pb2.Chunk) -> TokenChunk:
         request_id=RequestId(message.request_id),
         tokens=tuple(_token_from_proto(token) for token in message.tokens),
         finish=finish,
+        choice_index=message.choice_index,
     )
 
 

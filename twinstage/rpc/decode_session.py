@@ -12,7 +12,7 @@ from typing import NoReturn
 from twinstage.errors import DeadlineExceeded, TwinstageError, WorkerLost
 from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_to_proto, token_chunk_from_proto
 from twinstage.rpc.status import error_from_reason
-from twinstage.types import Finish, KvEndpoint, KvGrant, ProducedToken, RequestId, SequenceSpec, TokenChunk
+from twinstage.types import KvEndpoint, KvGrant, RequestId, SequenceSpec, TokenChunk
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_UNSENT = 8192  # messages; a worker that takes none of so many is lost
@@ -32,20 +32,19 @@ class SequenceTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeUpdate:
-    """All that a decode worker has said about a request since the last update."""
+    """All that a decode worker has said about a request since the last update: at most one chunk for each choice."""
 
-    tokens: tuple[ProducedToken, ...]
-    finish: Finish | None
+    chunks: tuple[TokenChunk, ...]
     totals: SequenceTotals | None
 
 
 class DecodeSubscription:
     """What a decode worker says about one request, for one reader. Tokens that nobody has read yet are joined."""
 
-    def __init__(self, request_id: RequestId) -> None:
+    def __init__(self, request_id: RequestId, *, end_choice: Callable[[RequestId, int], None]) -> None:
         self.request_id = request_id
-        self._tokens: list[ProducedToken] = []
-        self._finish: Finish | None = None
+        self._end_choice = end_choice
+        self._chunks: dict[int, TokenChunk] = {}  # by choice
         self._totals: SequenceTotals | None = None
         self._error: TwinstageError | None = None
         self._news = asyncio.Event()
@@ -55,18 +54,22 @@ class DecodeSubscription:
     @property
     def ended(self) -> bool:
         """Whether the worker holds nothing of the request any more."""
-        return self._finish is not None or self._error is not None
+        return self._totals is not None or self._error is not None
 
     async def receive(self) -> DecodeUpdate:
         """Wait for news. Raises what the worker reported, or WorkerLost, once all tokens before it have been read."""
-        while not self._tokens and self._finish is None:
+        while not self._chunks:
             if self._error is not None:
                 raise self._error
             self._news.clear()
             await self._news.wait()
-        update = DecodeUpdate(tokens=tuple(self._tokens), finish=self._finish, totals=self._totals)
-        self._tokens.clear()
+        update = DecodeUpdate(chunks=tuple(self._chunks.values()), totals=self._totals)
+        self._chunks.clear()
         return update
+
+    def end_choice(self, choice_index: int) -> None:
+        """Let the worker end one choice of the request; the others go on."""
+        self._end_choice(self.request_id, choice_index)
 
     async def broken(self) -> NoReturn:
         """Wait until the request fails on the worker, and raise why."""
@@ -86,8 +89,9 @@ class DecodeSubscription:
             self._on_failure = None
 
     def add_chunk(self, chunk: TokenChunk) -> None:
-        self._tokens += chunk.tokens
-        self._finish = chunk.finish or self._finish
+        if (unread := self._chunks.get(chunk.choice_index)) is not None:
+            chunk = replace(chunk, tokens=(*unread.tokens, *chunk.tokens))
+        self._chunks[chunk.choice_index] = chunk
         self._news.set()
 
     def set_totals(self, totals: SequenceTotals) -> None:
@@ -217,7 +221,7 @@ class DecodeSession:
 
         On a session that is closed the subscription has failed from the start.
         """
-        subscription = DecodeSubscription(request_id)
+        subscription = DecodeSubscription(request_id, end_choice=self.abort)
         if self._lost is not None:
             subscription.fail(self._lost)
         self._subscriptions[request_id] = subscription
@@ -228,10 +232,11 @@ class DecodeSession:
             if not subscription.ended:
                 self.abort(request_id)
 
-    def abort(self, request_id: RequestId) -> None:
-        """End a request on the worker. Unknown and finished ones are ignored there."""
+    def abort(self, request_id: RequestId, choice_index: int | None = None) -> None:
+        """End a request, or one choice of it, on the worker. Unknown and finished ones are ignored there."""
         if self._lost is None:
-            self._send(worker_pb2.SessionRequest(abort=worker_pb2.SessionAbort(request_id=request_id)))
+            abort = worker_pb2.SessionAbort(request_id=request_id, choice_index=choice_index)
+            self._send(worker_pb2.SessionRequest(abort=abort))
 
     def _send(self, message: worker_pb2.SessionRequest) -> None:
         """Queue a message. Requests come and go while a worker does not read, so their number is no limit."""

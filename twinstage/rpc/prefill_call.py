@@ -17,9 +17,9 @@ from twinstage.worker.v1 import worker_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenEvent:
-    """The first token of an attempt; `chunk.finish` is set when it is also the last."""
+    """The first token of every choice, in order; a chunk's `finish` is set where it is also the last."""
 
-    chunk: TokenChunk
+    chunks: tuple[TokenChunk, ...]
     queue_s: float
     prefill_s: float
     cached_prompt_tokens: int
@@ -92,9 +92,9 @@ class PrefillCall:
     async def first_token(self) -> FirstTokenEvent:
         event = (await self._read("first_token")).first_token
         with self._translated():
-            chunk = token_chunk_from_proto(event.chunk)
+            chunks = tuple(map(token_chunk_from_proto, (event.chunk, *event.other_chunks)))
         return FirstTokenEvent(
-            chunk=chunk,
+            chunks=chunks,
             queue_s=event.queue_us / 1e6,
             prefill_s=event.prefill_us / 1e6,
             cached_prompt_tokens=event.cached_prompt_tokens,

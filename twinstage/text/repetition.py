@@ -10,10 +10,10 @@ from twinstage.types import RepetitionLimits
 class RepetitionDetector:
     """Watches the tokens of one continuation.
 
-    A pattern of `size` tokens stands there `count` times exactly if each of the last `size * (count - 1)` tokens is equal
-    to the one `size` places before it. So for each size it is enough to know how long that has been the case, and only
-    sizes at which the newest token occurred before can go on: a token costs as many steps as it has earlier occurrences
-    among the last `max_pattern_size` tokens.
+    A pattern of `size` tokens stands there `count` times exactly if each of the last `size * (count - 1)` tokens is
+    equal to the one `size` places before it. So for each size it is enough to know how long that has been the case, and
+    only sizes at which the newest token occurred before can go on: a token costs as many steps as it has earlier
+    occurrences among the last `max_pattern_size` tokens.
     """
 
     def __init__(self, limits: RepetitionLimits) -> None:

@@ -1,4 +1,4 @@
-"""The text of one continuation, from the tokens that workers produce.
+r"""The text of one continuation, from the tokens that workers produce.
 
     tokens -> IncrementalDetokenizer -> StopMatcher -> deltas
          \-> RepetitionDetector, if that is asked for

@@ -40,7 +40,7 @@ from twinstage.transfer.messages import (
 )
 
 MAGIC = b"TWKV"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_BODY_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 1024 * 1024  # larger writes are split, so that transfers that share a connection take turns
 MAX_PIECES = 512  # of one Write; also keeps its views below the kernel's limit of 1024 buffers a call

@@ -7,15 +7,17 @@ receiver     Challenge   Welcome      Opened                   Ack|Nack         
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from twinstage.errors import TransferError
 from twinstage.transfer.values import HandoverCommit
-from twinstage.types import ProducedToken, RequestId, TokenAlternative, TokenLogprobs
+from twinstage.types import RequestId
+
+MAX_CHOICES = 1024  # of one request; routers allow fewer
 
 Transport = Literal["shm", "tcp"]
 Unsigned32 = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -86,22 +88,23 @@ class Opened(_Body):
     transfer_id: Unsigned64
 
 
-class Token(_Body):
-    """The first token; `rank` and the alternatives only with `logprob`."""
-
-    token_id: Unsigned32
-    logprob: float | None = None
-    rank: Unsigned32 = 0
-    top: Annotated[tuple[tuple[Unsigned32, float], ...], Field(max_length=256)] = ()
-
-
 class Commit(_Body):
-    """Sender: all blocks are written; this is where decoding starts. Nothing of the transfer is written after it."""
+    """Sender: all blocks are written; this is where decoding starts. Nothing of the transfer is written after it.
+
+    `first_tokens` are (choice, token id), the choices ascending.
+    """
 
     transfer_id: Unsigned64
     request_id: Name
     num_tokens: Annotated[int, Field(ge=1, lt=1 << 32)]
-    token: Token
+    first_tokens: Annotated[tuple[tuple[Unsigned32, Unsigned32], ...], Field(min_length=1, max_length=MAX_CHOICES)]
+
+    @model_validator(mode="after")
+    def _choices_differ(self) -> Self:
+        choices = [choice for choice, _ in self.first_tokens]
+        if any(before >= after for before, after in pairwise(choices)):
+            raise ValueError("the choices must ascend")
+        return self
 
 
 class Ack(_Body):
@@ -185,26 +188,19 @@ Message = JsonMessage | Write
 
 def commit_to_message(transfer_id: int, commit: HandoverCommit) -> Commit:
     """The frame body for a hand-over. Raises TransferError when a value is out of range."""
-    logprobs = commit.token.logprobs
     try:
-        token = Token(token_id=commit.token.token_id)
-        if logprobs is not None:
-            top: Sequence[tuple[int, float]] = [(entry.token_id, entry.logprob) for entry in logprobs.top]
-            token = Token(token_id=commit.token.token_id, logprob=logprobs.logprob, rank=logprobs.rank, top=tuple(top))
-        return Commit(transfer_id=transfer_id, request_id=commit.request_id, num_tokens=commit.num_tokens, token=token)
+        return Commit(
+            transfer_id=transfer_id,
+            request_id=commit.request_id,
+            num_tokens=commit.num_tokens,
+            first_tokens=commit.first_tokens,
+        )
     except ValidationError as error:
         raise TransferError(f"the hand-over cannot be encoded: {error}"[:512]) from None
 
 
 def commit_from_message(message: Commit) -> HandoverCommit:
     """The hand-over in a frame body."""
-    token = message.token
-    logprobs = None
-    if token.logprob is not None:
-        top = tuple(TokenAlternative(token_id, logprob) for token_id, logprob in token.top)
-        logprobs = TokenLogprobs(logprob=token.logprob, rank=token.rank, top=top)
     return HandoverCommit(
-        request_id=RequestId(message.request_id),
-        num_tokens=message.num_tokens,
-        token=ProducedToken(token_id=token.token_id, logprobs=logprobs),
+        request_id=RequestId(message.request_id), num_tokens=message.num_tokens, first_tokens=message.first_tokens
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinstage.errors import TwinstageError
-from twinstage.types import ProducedToken, RequestId, WorkerId
+from twinstage.types import RequestId, WorkerId
 
 GREETING_S = 5.0  # to connect, and again to shake hands; neither waits for anything to be computed
 
@@ -48,11 +48,14 @@ class ChannelTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverCommit:
-    """The end of a transfer: `num_tokens` tokens have their KV in the blocks, and `token` is the one after them."""
+    """The end of a transfer: `num_tokens` tokens have their KV in the blocks, and the generation goes on after them.
+
+    `first_tokens` has, for each choice of the request that goes on, its index there and the id of its first new token.
+    """
 
     request_id: RequestId
     num_tokens: int
-    token: ProducedToken
+    first_tokens: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,8 +56,12 @@ class ProducedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """New tokens of one request; `finish` is set when the generation ended with them."""
+    """New tokens of one choice of a request; `finish` is set when its generation ended with them.
+
+    `choice_index` counts the choices of the request that was made of a worker, from 0.
+    """
 
     request_id: RequestId
     tokens: tuple[ProducedToken, ...]
     finish: Finish | None = None
+    choice_index: int = 0

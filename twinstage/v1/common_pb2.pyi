@@ -127,8 +127,9 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """Number of independent continuations. Default 1; range 1 to 128.
-    Not in this version: refused with UNIMPLEMENTED.
+    """Number of independent continuations of each prompt, which is computed once for all of them. They draw different
+    random numbers, so with the same seed a continuation of some index is the same for every n. Default 1; range 1 to 128,
+    and no more than the sequences that a decode worker computes at once (`--max-num-sequences`).
     """
     temperature: _builtins.float
     """Softmax temperature. Default 1.0; range >= 0; below 1e-5 means greedy."""
@@ -249,9 +250,7 @@ class StoppingOptions(_message.Message):
 
     @_builtins.property
     def repetition_detection(self) -> Global___RepetitionDetection:
-        """Ends a generation that repeats itself. Default: off.
-        Not in this version: refused with UNIMPLEMENTED.
-        """
+        """Ends a generation that repeats itself, once it has min_tokens tokens. Default: off."""
 
     def __init__(
         self,
@@ -290,11 +289,11 @@ class RepetitionDetection(_message.Message):
     MAX_PATTERN_SIZE_FIELD_NUMBER: _builtins.int
     MIN_COUNT_FIELD_NUMBER: _builtins.int
     min_pattern_size: _builtins.int
-    """Shortest pattern, in tokens. Default 1; range >= 1."""
+    """Shortest pattern, in tokens. Default 1; range 1 to 256."""
     max_pattern_size: _builtins.int
-    """Longest pattern, in tokens. Default 16; range >= min_pattern_size."""
+    """Longest pattern, in tokens. Default 16, or min_pattern_size if that is more; range min_pattern_size to 256."""
     min_count: _builtins.int
-    """Repetitions after which the generation ends. Default 4; range >= 2."""
+    """Times that the pattern stands there, one after the other, when the generation ends. Default 4; range 2 to 1,048,576."""
     def __init__(
         self,
         *,
@@ -546,9 +545,9 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, once for all its choices; of a batch, of all its prompts."""
     completion_tokens: _builtins.int
-    """Tokens generated."""
+    """Tokens generated, of all continuations."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens whose computation was saved by a prefix cache."""
     def __init__(
@@ -568,7 +567,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Where the time of a request went."""
+    """Where the time of a request went. Of continuations that went different ways, the longest times count, but the shortest
+    one until a first token.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -628,7 +629,9 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
-    """Which workers served a request, and what moved between them."""
+    """Which workers served a request, and what moved between them. Of a batch: the workers of its first prompt, what moved
+    for all of them, and the retries of the one that needed most.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -649,7 +652,9 @@ class Placement(_message.Message):
     decode_computed_prompt_tokens: _builtins.int
     """Prompt tokens that the decode worker computed by itself; 0 when all came by hand-over."""
     retries: _builtins.int
-    """Times the request was started again after a worker failed."""
+    """Times the request was started again after a worker failed; where its choices went on apart, of the one that was
+    started most often.
+    """
     def __init__(
         self,
         *,

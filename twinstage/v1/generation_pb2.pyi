@@ -88,8 +88,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def batch(self) -> Global___PromptBatch:
-        """Several prompts that share all options; results carry the index of their prompt.
-        Not in this version: refused with UNIMPLEMENTED.
+        """Several prompts that share all options, each answered as if it had been sent alone: with the same `seed`, and
+        without one with a seed of its own. All are checked before anything is computed; one that fails fails the call.
         """
 
     @_builtins.property
@@ -144,7 +144,7 @@ class PromptBatch(_message.Message):
     PROMPTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptInput]:
-        """The prompts, in the order of their results."""
+        """The prompts, in the order of their results. At least one; at most 1,024, and as many prompts times `sampling.n`."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class GenerateResponse(_message.Message):
     """The model that answered."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationResult]:
-        """One result per prompt and choice."""
+        """One result per prompt and choice, in the order of their indices."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:
@@ -252,7 +252,7 @@ class GenerationResult(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Index of the continuation: prompt index times n plus choice index."""
+    """Index of the continuation: prompt index times `sampling.n` plus choice index."""
     text: _builtins.str
     """The generated text."""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -299,15 +299,15 @@ class GenerateStreamResponse(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
-        """Sent once, first."""
+        """Sent once, first: when the first token of any prompt is there."""
 
     @_builtins.property
     def delta(self) -> Global___Delta:
-        """New text or tokens."""
+        """New text or tokens. Those of several continuations come as they are made, in any order between them."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """The end of one continuation."""
+        """The end of one continuation; each has exactly one."""
 
     @_builtins.property
     def summary(self) -> Global___Summary:
@@ -345,7 +345,7 @@ class PromptInfo(_message.Message):
     model: _builtins.str
     """The model that answers."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt; of a batch, of all its prompts."""
     def __init__(
         self,
         *,
@@ -376,7 +376,7 @@ class Delta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Index of the continuation."""
+    """Index of the continuation: prompt index times `sampling.n` plus choice index."""
     text: _builtins.str
     """New text; may be empty while characters or a possible stop string are held back. Of Chat: new content."""
     reasoning: _builtins.str
@@ -455,7 +455,7 @@ class Finished(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Index of the continuation."""
+    """Index of the continuation: prompt index times `sampling.n` plus choice index."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -790,7 +790,7 @@ class ChatResponse(_message.Message):
     """The model that answered."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatResult]:
-        """One answer per choice."""
+        """One answer per choice, in the order of their indices."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage:

@@ -522,6 +522,7 @@ class SequenceSpec(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     temperature: _builtins.float
@@ -552,6 +553,8 @@ class SequenceSpec(_message.Message):
     """Requests of higher priority are served first."""
     cache_salt: _builtins.str
     """Cached prefixes are shared only with requests of equal salt."""
+    num_choices: _builtins.int
+    """Continuations of the prompt, which is computed and handed over once; 0 means 1. `choice_index` is that of the first."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -590,10 +593,11 @@ class SequenceSpec(_message.Message):
         logprobs: _builtins.int | None = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -647,7 +651,7 @@ Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """New tokens of one request."""
+    """New tokens of one choice of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -655,12 +659,15 @@ class Chunk(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     STOP_CAUSE_FIELD_NUMBER: _builtins.int
     MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     stop_cause: Global___StopCause.ValueType
-    """Set when the generation ended with these tokens."""
+    """Set when the choice ended with these tokens."""
     matched_token_id: _builtins.int
     """The stop token, when stop_cause is TOKEN."""
+    choice_index: _builtins.int
+    """Which of the request's choices, from 0."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
         """The tokens, in order."""
@@ -672,10 +679,11 @@ class Chunk(_message.Message):
         tokens: _abc.Iterable[Global___Token] | None = ...,
         stop_cause: Global___StopCause.ValueType = ...,
         matched_token_id: _builtins.int | None = ...,
+        choice_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "matched_token_id", b"matched_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "matched_token_id", b"matched_token_id", "request_id", b"request_id", "stop_cause", b"stop_cause", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id", "choice_index", b"choice_index", "matched_token_id", b"matched_token_id", "request_id", b"request_id", "stop_cause", b"stop_cause", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_token_id: _TypeAlias = _typing.Literal["matched_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_token_id: _TypeAlias = _typing.Literal["_matched_token_id", b"_matched_token_id"]  # noqa: Y015
@@ -821,7 +829,7 @@ class PrefillResponse(_message.Message):
     HANDED_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
-        """The first token was sampled; it may also be the last."""
+        """The first token of every choice was sampled; it may also be the last."""
 
     @_builtins.property
     def handed_over(self) -> Global___HandedOver:
@@ -845,7 +853,7 @@ Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
-    """The first token."""
+    """The first token, or tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -853,6 +861,7 @@ class FirstToken(_message.Message):
     QUEUE_US_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OTHER_CHUNKS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Time in the prefill worker's queue, in microseconds."""
     prefill_us: _builtins.int
@@ -861,7 +870,11 @@ class FirstToken(_message.Message):
     """Prompt tokens that were not computed, as the prefill worker's prefix cache had them."""
     @_builtins.property
     def chunk(self) -> Global___Chunk:
-        """The token, and whether it ends the generation."""
+        """The token of the first choice, and whether it ends that."""
+
+    @_builtins.property
+    def other_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
+        """Those of the other choices, in order."""
 
     def __init__(
         self,
@@ -870,10 +883,11 @@ class FirstToken(_message.Message):
         queue_us: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        other_chunks: _abc.Iterable[Global___Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "chunk", b"chunk", "prefill_us", b"prefill_us", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "chunk", b"chunk", "other_chunks", b"other_chunks", "prefill_us", b"prefill_us", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1013,7 +1027,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___SessionAbort:
-        """Ends a request and frees what it holds. Unknown and finished requests are ignored."""
+        """Ends a request, or one choice of it, and frees what it holds. Unknown and finished ones are ignored."""
 
     @_builtins.property
     def reserve(self) -> Global___SessionReserve:
@@ -1082,23 +1096,29 @@ Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
 
 @_typing.final
 class SessionAbort(_message.Message):
-    """Ends a request."""
+    """Ends a request, or one choice of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
+    choice_index: _builtins.int
+    """Absent: all of its choices."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        choice_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index", "choice_index", b"choice_index", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice_index: _TypeAlias = _typing.Literal["choice_index"]  # noqa: Y015
+    _WhichOneofArgType__choice_index: _TypeAlias = _typing.Literal["_choice_index", b"_choice_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_index) -> _WhichOneofReturnType__choice_index | None: ...
 
 Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
@@ -1206,11 +1226,11 @@ class SessionStep(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
-        """One per request that has new tokens."""
+        """One per choice that has new tokens."""
 
     @_builtins.property
     def totals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTotals]:
-        """Totals of the requests that ended with this step."""
+        """Totals of the requests of which the last choice ended with this step."""
 
     def __init__(
         self,
@@ -1240,9 +1260,9 @@ class SequenceTotals(_message.Message):
     request_id: _builtins.str
     """The request's id."""
     queue_us: _builtins.int
-    """Time waiting for a place in the batch, in microseconds."""
+    """Time waiting for a place in the batch, in microseconds; of the choice that waited longest."""
     decode_us: _builtins.int
-    """From the first step to the last token, in microseconds."""
+    """From the first step to the last token, in microseconds; of the choice that took longest."""
     kv_bytes_received: _builtins.int
     """Bytes of KV blocks received and verified."""
     computed_prompt_tokens: _builtins.int
