@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,67 +84,100 @@ def load_fused(
     check_fusible(resolved)
     config = read_json_object(resolved.directory / "config.json")
     limit = effective_max_model_len(config, max_model_len)
-    weight_format = format_of(precision, config)
     kv_dtype = kv_dtype or kv_dtype_of(precision)
     cache = cache_directory or default_cache_directory()
-    fill = _filler(resolved, precision=precision, kv_dtype=kv_dtype, threads=threads, cache=cache, report=report)
-    weights_key = _digest(_sources(_PACKING_SOURCES), resolved.fingerprint, weight_format, str(target().panel))
-    with _refusing(f"the weights of {resolved.name} cannot be packed"):
-        packed = Artifact(
-            directory=cache, kind="weights", name=f"{Path(resolved.name).name}-{weight_format}", key=weights_key
-        ).load_or_make(
-            lambda: pack_model(resolved.directory, weight_format, progress=report),
-            lambda memory: PackedWeights.of(memory, weight_format),
-            fill=fill,
-        )
-    shape = AttentionShape(
-        num_heads=packed.spec.num_heads,
-        num_kv_heads=packed.spec.num_kv_heads,
-        head_dim=packed.spec.head_dim,
-        dtype=kv_dtype,
-        bfloat16_dot=has_bfloat16_dot(weight_format, kv_dtype),
+    making = _Making(
+        resolved=resolved,
+        weight_format=format_of(precision, config),
+        cache=cache,
+        report=report,
+        fill=_filler(resolved, precision=precision, kv_dtype=kv_dtype, threads=threads, cache=cache, report=report),
     )
-    with _refusing("its kernels cannot be compiled on this machine"):
-        kernels_key = kernel_key(weight_format, shape)
-        program = Artifact(directory=cache, kind="kernels", name=weight_format, key=kernels_key).load_or_make(
-            lambda: _compile(weight_format, shape, report),
-            lambda memory: NativeProgram.from_bytes(memory.view()),
-            fill=fill,
-        )
-        loaded = LoadedProgram(program)
+    packed, weights_key = making.weights()
+    shape = _shape_of(packed, making.weight_format, kv_dtype)
+    program, kernels_key = making.kernels(shape)
     model = FusedModel(
         packed,
-        loaded,
-        weight_format=weight_format,
+        program,
+        weight_format=making.weight_format,
         attention=shape,
         max_model_len=limit,
         fingerprint=resolved.fingerprint,
         artifacts=f"kernels {kernels_key} weights {weights_key}",
         threads=threads or usable_cpus(),
     )
-    verdict = Artifact(
-        directory=cache,
-        kind="trials",
-        name=f"{Path(resolved.name).name}-{weight_format}",
-        key=_digest(_sources(("trial.py",)), weights_key, kernels_key),
-    )
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)
-
-        def compare() -> Memory:
-            if fill is not None and fill.has_run:  # what did not fit beside it there fits here even less
-                raise NotComparedError("the process that prepared the model could not run the stock one")
-            return try_model(model, resolved.directory, name=resolved.name, report=report)
-
-        try:
-            refusal = verdict.load_or_make(compare, read_verdict, fill=fill)
-        except NotComparedError as error:  # it is used unproved, and compared by a start that can
-            logger.warning("the model was not compared with the stock one", model=resolved.name, error=str(error))
-            refusal = ""
-        if refusal:
+        if refusal := making.refusal_of(model, weights_key, kernels_key):
             raise NotFusible(refusal)
         stack.pop_all()
     return model
+
+
+def _shape_of(packed: PackedWeights, weight_format: WeightFormat, kv_dtype: str) -> AttentionShape:
+    return AttentionShape(
+        num_heads=packed.spec.num_heads,
+        num_kv_heads=packed.spec.num_kv_heads,
+        head_dim=packed.spec.head_dim,
+        dtype=kv_dtype,
+        bfloat16_dot=has_bfloat16_dot(weight_format, kv_dtype),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Making:
+    """Takes what a model needs from the cache, or makes it and puts it there; `fill` has another process do so."""
+
+    resolved: ResolvedModel
+    weight_format: WeightFormat
+    cache: Path
+    report: Callable[[str], None]
+    fill: _Filler | None
+
+    def weights(self) -> tuple[PackedWeights, str]:
+        """Packed weights, and the key by which the cache knows them."""
+        key = _digest(_sources(_PACKING_SOURCES), self.resolved.fingerprint, self.weight_format, str(target().panel))
+        with _refusing(f"the weights of {self.resolved.name} cannot be packed"):
+            packed = Artifact(directory=self.cache, kind="weights", name=self._name, key=key).load_or_make(
+                lambda: pack_model(self.resolved.directory, self.weight_format, progress=self.report),
+                lambda memory: PackedWeights.of(memory, self.weight_format),
+                fill=self.fill,
+            )
+        return packed, key
+
+    def kernels(self, shape: AttentionShape) -> tuple[LoadedProgram, str]:
+        """The compiled step, and its key."""
+        with _refusing("its kernels cannot be compiled on this machine"):
+            key = kernel_key(self.weight_format, shape)
+            program = Artifact(directory=self.cache, kind="kernels", name=self.weight_format, key=key).load_or_make(
+                lambda: _compile(self.weight_format, shape, self.report),
+                lambda memory: NativeProgram.from_bytes(memory.view()),
+                fill=self.fill,
+            )
+            return LoadedProgram(program), key
+
+    def refusal_of(self, model: FusedModel, weights_key: str, kernels_key: str) -> str:
+        """Why the model must not be used: it computes something else than the stock one. Empty when it may be."""
+        verdict = Artifact(
+            directory=self.cache,
+            kind="trials",
+            name=self._name,
+            key=_digest(_sources(("trial.py",)), weights_key, kernels_key),
+        )
+        try:
+            return verdict.load_or_make(lambda: self._compare(model), read_verdict, fill=self.fill)
+        except NotComparedError as error:  # it is used unproved, and compared by a start that can
+            logger.warning("the model was not compared with the stock one", model=self.resolved.name, error=str(error))
+            return ""
+
+    def _compare(self, model: FusedModel) -> Memory:
+        if self.fill is not None and self.fill.has_run:  # what did not fit beside it there fits here even less
+            raise NotComparedError("the process that prepared the model could not run the stock one")
+        return try_model(model, self.resolved.directory, name=self.resolved.name, report=self.report)
+
+    @property
+    def _name(self) -> str:
+        return f"{Path(self.resolved.name).name}-{self.weight_format}"
 
 
 class _Filler:
