@@ -53,7 +53,9 @@ def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], Dec
     from twinstage.hosting.assemble import build_engine
     from twinstage.transfer.receiver import ChannelTimeouts, KvReceiver
 
-    parts, description = build_engine(settings, found, role=Role.DECODE, protocol_version=PROTOCOL_VERSION)
+    parts, description = build_engine(
+        settings, found, role=Role.DECODE, protocol_version=PROTOCOL_VERSION, speculation=settings.speculation
+    )
     return lambda loop: DecodeWorker(
         parts,
         open_receiver=lambda intake: KvReceiver(

@@ -48,6 +48,8 @@ def totals_of(request: DecodeRequest) -> SequenceTotals:
         decode_s=max(stats.decode_s for stats in request.finished),
         kv_bytes_received=request.kv_bytes_received,
         computed_prompt_tokens=sum(stats.computed_prompt_tokens for stats in request.finished),
+        proposed_draft_tokens=sum(stats.proposed_draft_tokens for stats in request.finished),
+        accepted_draft_tokens=sum(stats.accepted_draft_tokens for stats in request.finished),
     )
 
 

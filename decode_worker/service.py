@@ -217,4 +217,6 @@ def _totals_to_proto(totals: SequenceTotals) -> worker_pb2.SequenceTotals:
         decode_us=round(totals.decode_s * 1e6),
         kv_bytes_received=totals.kv_bytes_received,
         computed_prompt_tokens=totals.computed_prompt_tokens,
+        proposed_draft_tokens=totals.proposed_draft_tokens,
+        accepted_draft_tokens=totals.accepted_draft_tokens,
     )

@@ -23,6 +23,8 @@ class SequenceTotals:
     decode_s: float
     kv_bytes_received: int
     computed_prompt_tokens: int
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

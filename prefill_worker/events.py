@@ -1,10 +1,13 @@
-"""What a prefill worker reports of a request: at most a first token, then a finished hand-over."""
+"""What a prefill worker reports of a request: at most a first token, then a finished hand-over.
+
+Before the first token come the log probabilities of the prompt's own tokens, where they are wanted.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinstage.types import TokenChunk
+from twinstage.types import PromptLogprobs, TokenChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,4 +29,4 @@ class HandedOver:
     transfer_s: float
 
 
-PrefillEvent = FirstToken | HandedOver
+PrefillEvent = PromptLogprobs | FirstToken | HandedOver

@@ -21,7 +21,7 @@ class PrefillRequest:
     spec: SequenceSpec
     handoff: Handoff | None = None
     lifecycle: Lifecycle[PrefillPhase] = field(default_factory=prefill_lifecycle)
-    events: asyncio.Queue[PrefillEvent | None] = field(default_factory=asyncio.Queue)  # at most two, then None
+    events: asyncio.Queue[PrefillEvent | None] = field(default_factory=asyncio.Queue)  # then None
     transfer_open: bool = False
     in_engine: bool = False
 

@@ -11,9 +11,14 @@ import grpc
 
 from prefill_worker.events import FirstToken, PrefillEvent
 from twinstage.errors import DeadlineExceeded, FieldViolation, InvalidRequest, TaskNotSupported
-from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_from_proto, token_chunk_to_proto
+from twinstage.rpc.convert_worker import (
+    kv_grant_from_proto,
+    prompt_logprobs_to_proto,
+    sequence_spec_from_proto,
+    token_chunk_to_proto,
+)
 from twinstage.rpc.worker_service import Loading
-from twinstage.types import Task
+from twinstage.types import PromptLogprobs, Task
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:  # they import torch, which the process does only once its server answers
@@ -79,6 +84,8 @@ async def _first(requests: AsyncIterator[worker_pb2.PrefillRequest]) -> worker_p
 
 
 def _event_to_proto(event: PrefillEvent) -> worker_pb2.PrefillResponse:
+    if isinstance(event, PromptLogprobs):
+        return worker_pb2.PrefillResponse(prompt_logprobs=prompt_logprobs_to_proto(event))
     if isinstance(event, FirstToken):
         return worker_pb2.PrefillResponse(
             first_token=worker_pb2.FirstToken(

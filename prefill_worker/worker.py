@@ -38,15 +38,7 @@ from twinstage.telemetry.ends import log_end
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer.sender import KvSender
 from twinstage.transfer.values import HandoverDone, HandoverFailed, TransferOutcome
-from twinstage.types import (
-    KvGrant,
-    RequestId,
-    Role,
-    SequenceSpec,
-    TokenChunk,
-    WorkerDescription,
-    WorkerLoad,
-)
+from twinstage.types import KvGrant, RequestId, Role, SequenceSpec, TokenChunk, WorkerDescription, WorkerLoad
 
 MAX_REQUESTS = 2048  # in progress, most of them waiting in the engine's queue
 
@@ -158,6 +150,9 @@ class PrefillWorker:
             request = self._requests.get(computed.request_id)
             if request is not None and request.lifecycle.phase is PrefillPhase.QUEUED:
                 request.lifecycle.advance(PrefillPhase.COMPUTING)
+        for scored in output.scored:
+            if (request := self._requests.get(scored.request_id)) is not None:
+                request.events.put_nowait(scored.logprobs)
         stats = {entry.request_id: entry for entry in (*output.prefilled, *output.finished)}
         last = {computed.request_id: computed for computed in output.computed}
         for key, chunks in itertools.groupby(output.chunks, key=attrgetter("request_id")):  # of all choices at once

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent
+from collections.abc import Sequence
+
+from router.outbox import DeltaEvent, FinishEvent, Outbox, PromptEvent, PromptLogprobsEvent
 from twinstage.text.stream import TextDelta, TextStream
-from twinstage.types import Finish, TokenChunk
+from twinstage.types import Finish, PromptLogprobs, TokenChunk
 
 
 class Choice:
@@ -37,11 +39,20 @@ class Choice:
 class Delivery:
     """The choices of one prompt on their way into the outbox. `first_index` is the index of the first one there."""
 
-    def __init__(self, outbox: Outbox, opening: PromptEvent, *, first_index: int) -> None:
+    def __init__(self, outbox: Outbox, opening: PromptEvent, *, first_index: int, prompt_index: int) -> None:
         """`opening` comes before the first delta, and once in a call however many prompts that has."""
+        self.has_scores = False  # log probabilities of the prompt were sent
+        self._prompt_index = prompt_index
         self._outbox = outbox
         self._opening = opening
         self._first_index = first_index
+
+    def send_scores(self, parts: Sequence[PromptLogprobs]) -> None:
+        """Put the log probabilities of the prompt, which come before any delta of it."""
+        for part in parts:
+            self.has_scores = True
+            self._outbox.open(self._opening)
+            self._outbox.put(PromptLogprobsEvent(prompt_index=self._prompt_index, logprobs=part))
 
     def send(self, choice: Choice, delta: TextDelta) -> None:
         """Put new text and tokens, and the end of the choice if it came with them."""

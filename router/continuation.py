@@ -177,6 +177,7 @@ class Continuation:
             request_id=RequestId(f"{spec.request_id}#{turn}"),
             resumed_token_ids=tuple(self._resumed),
             num_choices=len(self._choices),
+            prompt_logprobs=None if self._delivery.has_scores else spec.prompt_logprobs,
             sampling=replace(spec.sampling, choice_index=first) if first else spec.sampling,
         )
 
@@ -204,6 +205,7 @@ class Continuation:
             self.tally.prefilled(first)
             trial.progressed(Role.PREFILL)
             self._trail.went_to(sequence, prefill.key)
+            self._delivery.send_scores(first.prompt_logprobs)
             self._deliver(first.chunks, receiver)
             if receiver is None or self.is_done:
                 self.tally.ended_on_prefill()

@@ -80,7 +80,8 @@ class Flow:
         self._live = live
         self._is_streamed = is_streamed
         self._probation = probation
-        self._delivery = Delivery(outbox, opening, first_index=first_index)
+        prompt_index = first_index // request.spec.num_choices
+        self._delivery = Delivery(outbox, opening, first_index=first_index, prompt_index=prompt_index)
         self._choices = [
             Choice(index, TextStream(model.tokenizer, request.text, request.spec.min_tokens))
             for index in range(request.spec.num_choices)

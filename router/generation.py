@@ -22,6 +22,7 @@ from router.gate import Gate
 from router.limits import MAX_PRIORITY
 from router.live import LiveRequest, LiveRequests
 from router.outbox import Outbox, PromptEvent, SummaryEvent
+from router.prompt_scores import check_unary_size
 from router.tally import report_of_batch
 from router.together import run_together
 from router.worker_entry import ServedModel
@@ -180,13 +181,16 @@ class Generation:
         ]
 
     async def _admit(self, call: _Call) -> list[AdmittedRequest]:
-        return await self._admission.admit(
+        requests = await self._admission.admit(
             call.raw,
             call.model,
             request_id=call.live.request_id,
             arrived_s=call.arrived_s,
             deadline_s=call.deadline_s,
         )
+        if not call.is_streamed:
+            check_unary_size([request.spec for request in requests])
+        return requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,9 @@ MAX_REQUEST_ID_LENGTH = 128
 MAX_CHOICES = 128  # sampling.n
 MAX_CONTINUATIONS = 1024  # of one call: prompts times choices
 MAX_LOGPROBS = 20
+MAX_UNARY_PROMPT_LOGPROBS = (
+    100_000  # with alternatives; some 2 MB, where clients of gRPC take 4 MiB unless told otherwise
+)
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_PATTERN_SIZE = 256  # tokens of a pattern that repetition_detection looks for

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from twinstage.types import AnswerFormat, Finish, Placement, ProducedToken, Timing, Usage
+from twinstage.types import AnswerFormat, Finish, Placement, ProducedToken, PromptLogprobs, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,14 @@ class PromptEvent:
     model: str
     prompt_tokens: int
     answer_format: AnswerFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobsEvent:
+    """Log probabilities of some of a prompt's own tokens; they come in order, before the first delta."""
+
+    prompt_index: int
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,7 @@ class SummaryEvent:
     placement: Placement
 
 
-Event = PromptEvent | DeltaEvent | FinishEvent | SummaryEvent
+Event = PromptEvent | PromptLogprobsEvent | DeltaEvent | FinishEvent | SummaryEvent
 
 
 class Outbox:

@@ -22,6 +22,8 @@ class Tally:
     first_token_s: float | None = None
     decoding_since_s: float | None = None
     cached_prompt_tokens: int = 0
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     placement: Placement = field(default_factory=Placement)
 
     def placed(self, *, prefill_worker: str, decode_worker: str, retries: int) -> None:
@@ -54,6 +56,8 @@ class Tally:
         self.decoding_since_s = None
         self.queue_s += totals.queue_s
         self.decode_s += totals.decode_s
+        self.proposed_draft_tokens += totals.proposed_draft_tokens
+        self.accepted_draft_tokens += totals.accepted_draft_tokens
         self.placement = replace(
             self.placement,
             kv_bytes=totals.kv_bytes_received,
@@ -75,6 +79,8 @@ class Tally:
             prompt_tokens=len(self.request.spec.prompt_token_ids),
             completion_tokens=completion_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens,
+            proposed_draft_tokens=self.proposed_draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
         )
 
     def timing(self) -> Timing:

@@ -16,7 +16,7 @@ from twinstage.engine.core import EngineConfig, EngineCore, StepOutput
 from twinstage.engine.plan import StepPlan
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.prefix_index import PrefixHasher
-from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec
+from twinstage.types import Finish, ProducedToken, PromptLogprobs, RequestId, SamplingParameters, SequenceSpec
 
 VOCAB = 24
 BLOCK_SIZE = 4
@@ -48,13 +48,14 @@ class FakeRunner:
             written = table.block_ids[chunk.start // BLOCK_SIZE : -(-chunk.end // BLOCK_SIZE)]
             owned = all(self.pool.generation_of(block_id) == table.generation for block_id in written)
             assert owned, "a block that others may read is written"
-            self.write(chunk.sequence.table.block_ids, chunk.sequence.token_ids, start=chunk.start, end=chunk.end)
+            tokens = [*chunk.sequence.token_ids_between(0, chunk.start), *chunk.token_ids]
+            self.write(chunk.sequence.table.block_ids, tokens, start=chunk.start, end=chunk.end)
         rows = []
         for chunk in plan.chunks:
             seen = self.read(chunk.sequence.table.block_ids, chunk.end)
-            assert seen == chunk.sequence.token_ids[: chunk.end], "the blocks do not hold the sequence"
-            if chunk.samples:
-                rows.append(prefix_logits(seen))
+            tokens = [*chunk.sequence.token_ids_between(0, chunk.start), *chunk.token_ids]
+            assert seen == tokens, "the blocks do not hold the sequence"
+            rows += [prefix_logits(seen[:end]) for end in range(chunk.end - chunk.num_logits + 1, chunk.end + 1)]
         return np.stack(rows) if rows else np.empty((0, VOCAB), dtype=np.float32)
 
     def write(self, block_ids: tuple[int, ...], token_ids: list[int], *, start: int, end: int) -> None:
@@ -108,6 +109,7 @@ def make_spec(
     seed: int = 0,
     salt: str = "",
     num_choices: int = 1,
+    prompt_logprobs: int | None = None,
 ) -> SequenceSpec:
     return SequenceSpec(
         request_id=RequestId(request_id),
@@ -120,6 +122,7 @@ def make_spec(
         priority=priority,
         cache_salt=salt,
         num_choices=num_choices,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -133,6 +136,7 @@ class Collected:
         self.errors: dict[str, Exception] = {}
         self.prefilled: list[str] = []
         self.finished: list[str] = []
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
 
     def take(self, output: StepOutput) -> None:
         for chunk in output.chunks:
@@ -141,6 +145,8 @@ class Collected:
             self.produced.setdefault(chunk.request_id, []).extend(chunk.tokens)
             if chunk.finish is not None:
                 self.finish[chunk.request_id] = chunk.finish
+        for scored in output.scored:
+            self.prompt_logprobs.setdefault(scored.request_id, []).append(scored.logprobs)
         for failure in output.failed:
             self.errors[failure.request_id] = failure.error
         self.prefilled += [stats.request_id for stats in output.prefilled]

@@ -105,6 +105,20 @@ def expected_token(spec: SequenceSpec, position: int) -> int:
     return LETTER_IDS[hashlib.sha256(key + choice).digest()[0] % len(LETTER_IDS)]
 
 
+def make_scores(spec: SequenceSpec, start: int) -> worker_pb2.PromptLogprobs:
+    """Of two prompt tokens from position `start` on, or of the last one."""
+    token_ids = spec.prompt_token_ids[start : start + 2]
+    count = spec.prompt_logprobs or 0
+    return worker_pb2.PromptLogprobs(
+        start=start,
+        token_ids=token_ids,
+        logprobs=[-float(start + index) for index in range(len(token_ids))],
+        ranks=[1] * len(token_ids),
+        top_ids=[token_id for token_id in token_ids for _ in range(count)],
+        top_logprobs=[-0.5] * (count * len(token_ids)),
+    )
+
+
 class Script:
     """What goes wrong on a worker, by phase. `fail` and `stall` apply to the next request only."""
 
@@ -268,6 +282,9 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.grants.append(grant)
         self.running.add(spec.request_id)
         try:
+            for start in range(1, len(spec.prompt_token_ids), 2) if spec.prompt_logprobs is not None else ():
+                yield worker_pb2.PrefillResponse(prompt_logprobs=make_scores(spec, start))
+                await self.script.enter("scored")
             await self.script.enter("first_token")
             self.served += 1
             chunks = [choice_chunk(spec, index, len(spec.resumed_token_ids)) for index in range(spec.num_choices)]

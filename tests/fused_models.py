@@ -54,8 +54,9 @@ class FusedOnBlocks:
 
 
 def chunk(token_ids: Sequence[int], start: int, end: int, blocks: Sequence[int]) -> FusedChunk:
-    """Tokens `start .. end - 1` of a sequence; samples when they are the last."""
-    return FusedChunk(token_ids=token_ids[start:end], start=start, block_ids=blocks, samples=end == len(token_ids))
+    """Tokens `start .. end - 1` of a sequence; with the logits of the last one when it is the sequence's last."""
+    is_last = end == len(token_ids)
+    return FusedChunk(token_ids=token_ids[start:end], start=start, block_ids=blocks, num_logits=int(is_last))
 
 
 def tokens(count: int, *, seed: int = 0) -> list[int]:

@@ -184,7 +184,6 @@ def test_a_bad_list_does_not_crowd_out_the_rest() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"output": RawOutput(prompt_logprobs=0)}, "output.prompt_logprobs"),
         ({"has_structured_output": True}, "structured_output"),
     ],
 )

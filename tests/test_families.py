@@ -98,7 +98,7 @@ class Paged:
     def forward(self, work: Sequence[tuple[int, Sequence[int], int]]) -> torch.Tensor:
         """Run (sequence, token ids, start) in one batch; the logits after each chunk."""
         chunks = [
-            PagedChunk(token_ids=tokens, start=start, block_ids=self._tables[sequence], samples=True)
+            PagedChunk(token_ids=tokens, start=start, block_ids=self._tables[sequence], num_logits=1)
             for sequence, tokens, start in work
         ]
         return self._model.forward(make_batch(chunks, block_size=self._block_size), self._store)
@@ -196,7 +196,7 @@ def test_half_precision_stays_close_to_stock(tmp_path: Path, dtype: str) -> None
 def test_a_pass_without_sampled_rows_has_no_logits(pair: Pair) -> None:
     layout = pair.paged.kv_layout(4)
     memory = BlockMemory.create(num_blocks=2, block_bytes=layout.block_bytes)
-    chunk = PagedChunk(token_ids=[3, 4, 5], start=0, block_ids=[1], samples=False)
+    chunk = PagedChunk(token_ids=[3, 4, 5], start=0, block_ids=[1], num_logits=0)
     logits = pair.paged.forward(make_batch([chunk], block_size=4), KvStore(layout, memory))
     assert logits.shape == (0, pair.paged.vocab_size)
 

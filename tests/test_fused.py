@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {"float16": {}, "bfloat16": {"hidden_size": 9
 def make_llama(directory: Path, kv_dtype: str, *, threads: int) -> FusedOnBlocks:
     config = tiny_config("llama", **KINDS[kv_dtype])
     model = make_fused(directory, config, precision="int8", kv_dtype=kv_dtype, threads=threads)
-    return FusedOnBlocks(model, num_blocks=400)
+    return FusedOnBlocks(model, num_blocks=1200)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,6 +74,26 @@ def test_bits_do_not_depend_on_the_batch(llama: FusedOnBlocks) -> None:
     llama.step(*(chunk(p, 0, s, b) for p, s, b in zip(prompts, starts, blocks, strict=True) if s))
     together = llama.step(*(chunk(p, s, len(p), b) for p, s, b in zip(prompts, starts, blocks, strict=True)))
     np.testing.assert_array_equal(together, np.stack(alone))
+
+
+def test_bits_do_not_depend_on_how_many_rows_are_wanted(llama: FusedOnBlocks) -> None:
+    """Several of the last rows of some chunks, all of others and one of the rest, in one step; and each row alone."""
+    prompts = [tokens(count, seed=count) for count in (40, 9, 3, 64, 5)]
+    wanted = [40, 4, 3, 17, 1]
+    starts = [0, 5, 0, 20, 4]
+    alone = [
+        llama.logits(prompt[:end])
+        for prompt, count in zip(prompts, wanted, strict=True)
+        for end in range(len(prompt) - count + 1, len(prompt) + 1)
+    ]
+    blocks = [llama.blocks(len(prompt)) for prompt in prompts]
+    llama.step(*(chunk(p, 0, s, b) for p, s, b in zip(prompts, starts, blocks, strict=True) if s))
+    chunks = [
+        replace(chunk(prompt, start, len(prompt), table), num_logits=count)
+        for prompt, start, table, count in zip(prompts, starts, blocks, wanted, strict=True)
+    ]
+    np.testing.assert_array_equal(llama.step(*chunks), np.stack(alone))
+    np.testing.assert_array_equal(llama.step(*chunks[:1], *chunks[2:3]), np.stack([*alone[:40], *alone[44:47]]))
 
 
 def test_chunks_that_do_not_sample_change_nothing(llama: FusedOnBlocks) -> None:

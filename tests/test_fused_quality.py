@@ -28,7 +28,7 @@ def _log_probabilities(resolved: ResolvedModel, token_ids: list[int], precision:
     blocks = fused.blocks(len(token_ids))
     fused.step(chunk(token_ids, 0, len(token_ids), blocks))
     rows = [
-        FusedChunk(token_ids=[token], start=position, block_ids=blocks, samples=True)
+        FusedChunk(token_ids=[token], start=position, block_ids=blocks, num_logits=1)
         for position, token in enumerate(token_ids)
     ]
     logits = fused.step(*rows).astype(np.float64)

@@ -34,7 +34,7 @@ def _logits(model: PagedModel, *ends: int) -> torch.Tensor:
     memory = BlockMemory.create(num_blocks=8, block_bytes=layout.block_bytes)
     store, start, result = KvStore(layout, memory), 0, torch.empty(0)
     for end in (*ends, len(TOKEN_IDS)):
-        chunk = PagedChunk(token_ids=TOKEN_IDS[start:end], start=start, block_ids=range(8), samples=True)
+        chunk = PagedChunk(token_ids=TOKEN_IDS[start:end], start=start, block_ids=range(8), num_logits=1)
         result, start = model.forward(make_batch([chunk], block_size=4), store), end
     return result
 

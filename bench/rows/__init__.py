@@ -23,6 +23,7 @@ ROW_NAMES = (
     "growth",
     "overload",
     "deterministic",
+    "speculative",
 )
 
 

@@ -109,4 +109,5 @@ def _resolve_spec(
         logprobs=raw.output.logprobs,
         priority=raw.priority,
         cache_salt=raw.cache_salt,
+        prompt_logprobs=raw.output.prompt_logprobs,
     )

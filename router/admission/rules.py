@@ -56,7 +56,6 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
 def _refuse_unimplemented(raw: RawGenerationRequest) -> None:
     asked = {
         "structured_output": raw.has_structured_output,
-        "output.prompt_logprobs": raw.output.prompt_logprobs is not None,
     }
     if isinstance(raw.prompt, ChatPrompt) and raw.prompt.tool_choice is not None:
         forced = raw.prompt.tool_choice.mode

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from router.generation import Generation, OpenCall
-from router.outbox import DeltaEvent, FinishEvent, PromptEvent, SummaryEvent
+from router.outbox import DeltaEvent, FinishEvent, PromptEvent, PromptLogprobsEvent, SummaryEvent
 from router.service.answers import Answers
 from router.service.context import caller_of, seconds_left
 from router.service.door import Door
+from router.service.scores import in_parts, scores_to_proto
 from twinstage.errors import InternalError
 from twinstage.rpc.convert_public import (
     chat_request_from_proto,
@@ -30,13 +31,19 @@ from twinstage.rpc.convert_public import (
 )
 from twinstage.rpc.interceptors import current_request_id
 from twinstage.text.answers.joining import MessageJoiner
-from twinstage.types import ChatMessage, Finish, ProducedToken, RawGenerationRequest
+from twinstage.types import ChatMessage, Finish, ProducedToken, PromptLogprobs, RawGenerationRequest
 from twinstage.v1 import generation_pb2, generation_pb2_grpc
 
 LARGE_ANSWER = 1000  # log probabilities; each takes about 1.5 us to turn into a message
 
 Result = TypeVar("Result")
-StreamMessage = generation_pb2.PromptInfo | generation_pb2.Delta | generation_pb2.Finished | generation_pb2.Summary
+StreamMessage = (
+    generation_pb2.PromptInfo
+    | generation_pb2.PromptLogprobs
+    | generation_pb2.Delta
+    | generation_pb2.Finished
+    | generation_pb2.Summary
+)
 
 
 @dataclass(slots=True)
@@ -50,11 +57,12 @@ class _Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A whole answer: its continuations in the order of their indices."""
+    """A whole answer: its continuations in the order of their indices, and the log probabilities of its prompts."""
 
     call: OpenCall
     continuations: tuple[_Continuation, ...]
     summary: SummaryEvent
+    scores: dict[int, list[PromptLogprobs]]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -78,6 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage=usage_to_proto(answer.summary.usage),
             timing=timing_to_proto(answer.summary.timing),
             placement=placement_to_proto(answer.summary.placement),
+            prompt_logprobs=await scores_to_proto(answer.scores, answer.call.model.tokenizer.token_text),
         )
 
     async def Chat(  # noqa: N802
@@ -87,6 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         raw = chat_request_from_proto(request)
         answer = await self._collect(raw, context)
         results = await convert_answer(chat_result_to_proto, answer, return_token_ids=raw.output.return_token_ids)
+        scores = await scores_to_proto(answer.scores, answer.call.model.tokenizer.token_text)
         return generation_pb2.ChatResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
@@ -94,6 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage=usage_to_proto(answer.summary.usage),
             timing=timing_to_proto(answer.summary.timing),
             placement=placement_to_proto(answer.summary.placement),
+            prompt_logprobs=scores[0] if scores else None,
         )
 
     async def GenerateStream(  # noqa: N802
@@ -129,6 +140,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         yield prompt_info_to_proto(
                             request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
                         )
+                    case PromptLogprobsEvent():
+                        async for part in in_parts(event, token_text):
+                            yield part
                     case DeltaEvent():
                         yield delta_to_proto(
                             answers.delta(event.index, event.text),
@@ -150,6 +164,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _collect(self, raw: RawGenerationRequest, context: Any) -> _Answer:
         answers = Answers()
         continuations: defaultdict[int, _Continuation] = defaultdict(_Continuation)
+        scores: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         summary: SummaryEvent | None = None
         async with self._generation.open(
             raw,
@@ -162,6 +177,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 match event:
                     case PromptEvent():
                         answers = Answers(event.answer_format)
+                    case PromptLogprobsEvent():
+                        scores[event.prompt_index].append(event.logprobs)
                     case DeltaEvent():
                         continuation = continuations[event.index]
                         continuation.joiner.add_delta(answers.delta(event.index, event.text))
@@ -175,7 +192,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if summary is None:
             raise InternalError("the request ended without a summary")
         ordered = tuple(continuation for _, continuation in sorted(continuations.items()))
-        return _Answer(call=call, continuations=ordered, summary=summary)
+        return _Answer(call=call, continuations=ordered, summary=summary, scores=scores)
 
 
 async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, return_token_ids: bool) -> list[Result]:
@@ -207,6 +224,7 @@ def _text_to_proto(
 
 _FIELDS = {
     generation_pb2.PromptInfo: "prompt_info",
+    generation_pb2.PromptLogprobs: "prompt_logprobs",
     generation_pb2.Delta: "delta",
     generation_pb2.Finished: "finished",
     generation_pb2.Summary: "summary",

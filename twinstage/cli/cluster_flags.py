@@ -38,6 +38,22 @@ class EngineFlags:
             "--deterministic", help="The same request gives the same bits, whatever else is computed; slower."
         ),
     ] = False
+    speculative: Annotated[
+        Literal["off", "ngram", "draft_model"] | None,
+        typer.Option("--speculative", help="Guess tokens ahead: from the request itself, or by --draft-model."),
+    ] = None
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="The model that guesses, with the same tokens as --model.")
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("--num-speculative-tokens", min=1, help="Tokens guessed for one step at most.")
+    ] = None
+    ngram_max: Annotated[
+        int | None, typer.Option("--ngram-max", min=1, help="Latest tokens that ngram looks for at most.")
+    ] = None
+    ngram_min: Annotated[
+        int | None, typer.Option("--ngram-min", min=1, help="Latest tokens that ngram looks for at least.")
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option("--log-level", help="Least severity that is shown."),
@@ -45,6 +61,13 @@ class EngineFlags:
     start_timeout: Annotated[
         float, typer.Option("--start-timeout", min=1, help="Seconds within which the cluster must be ready.")
     ] = 600.0
+
+    @property
+    def speculation_flags(self) -> tuple[str, ...]:
+        """Those of a decode worker, as they were given."""
+        names = ("speculative", "draft_model", "num_speculative_tokens", "ngram_max", "ngram_min")
+        given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
+        return tuple(word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +127,7 @@ class ClusterFlags:
             kv_dtype=self.kv_dtype,
             weights=engine.weights,
             deterministic=engine.deterministic,
+            decode_flags=engine.speculation_flags,
             log_level=engine.log_level,
             log_directory=self.log_directory,
         )

@@ -28,6 +28,7 @@ from twinstage.client.results import (
     ModelInfo,
     PrefixCacheReset,
     PromptInfo,
+    PromptLogprobs,
     Summary,
     WorkerInfo,
 )
@@ -59,6 +60,11 @@ class AsyncGenerationStream:
     @property
     def prompt_info(self) -> PromptInfo | None:
         return self._state.prompt_info
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """Those that came so far: in parts, each before the first delta."""
+        return tuple(self._state.prompt_logprobs)
 
     @property
     def summary(self) -> Summary | None:

@@ -30,6 +30,7 @@ from twinstage.client.results import (
     ModelInfo,
     PrefixCacheReset,
     PromptInfo,
+    PromptLogprobs,
     Summary,
     WorkerInfo,
 )
@@ -73,6 +74,11 @@ class GenerationStream:
     @property
     def prompt_info(self) -> PromptInfo | None:
         return self._state.prompt_info
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """Those that came so far: in parts, each before the first delta."""
+        return tuple(self._state.prompt_logprobs)
 
     @property
     def summary(self) -> Summary | None:

@@ -13,6 +13,7 @@ from twinstage.client.results import (
     ModelInfo,
     PrefixCacheReset,
     PromptInfo,
+    PromptLogprobs,
     Summary,
     TokenAlternativeText,
     TokenText,
@@ -72,7 +73,13 @@ def generation(message: generation_pb2.GenerateResponse) -> Generation:
         )
         for result in message.results
     )
-    return Generation(request_id=message.request_id, model=message.model, results=results, summary=_summary(message))
+    return Generation(
+        request_id=message.request_id,
+        model=message.model,
+        results=results,
+        summary=_summary(message),
+        prompt_logprobs=tuple(prompt_logprobs(part) for part in message.prompt_logprobs),
+    )
 
 
 def chat(message: generation_pb2.ChatResponse) -> Generation:
@@ -87,7 +94,17 @@ def chat(message: generation_pb2.ChatResponse) -> Generation:
         )
         for result in message.results
     )
-    return Generation(request_id=message.request_id, model=message.model, results=results, summary=_summary(message))
+    return Generation(
+        request_id=message.request_id,
+        model=message.model,
+        results=results,
+        summary=_summary(message),
+        prompt_logprobs=(prompt_logprobs(message.prompt_logprobs),) if message.HasField("prompt_logprobs") else (),
+    )
+
+
+def prompt_logprobs(message: generation_pb2.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(prompt_index=message.prompt_index, start=message.start, tokens=_logprobs(message.tokens))
 
 
 def embeddings(message: embedding_pb2.EmbedResponse) -> Embeddings:
@@ -194,6 +211,8 @@ def _summary(message: _WithTotals) -> Summary:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_prompt_tokens=usage.cached_prompt_tokens,
+            proposed_draft_tokens=usage.proposed_draft_tokens,
+            accepted_draft_tokens=usage.accepted_draft_tokens,
         ),
         timing=Timing(
             queue_s=seconds_from_proto(timing.queue),

@@ -28,6 +28,15 @@ class TokenText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """A prompt's own tokens from position `start` on; nothing comes before the token at 0, so it has no probability."""
+
+    prompt_index: int = 0
+    start: int
+    tokens: tuple[TokenText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptInfo:
     """What the router made of a request."""
 
@@ -78,12 +87,16 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The answer to a unary call: one continuation per prompt and choice."""
+    """The answer to a unary call: one continuation per prompt and choice.
+
+    `prompt_logprobs` has an entry per prompt where `Output.prompt_logprobs` asked for it.
+    """
 
     request_id: str
     model: str
     results: tuple[Continuation, ...]
     summary: Summary
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property
     def text(self) -> str:

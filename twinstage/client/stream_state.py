@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from twinstage.client import responses
-from twinstage.client.results import Delta, PromptInfo, Summary
+from twinstage.client.results import Delta, PromptInfo, PromptLogprobs, Summary
 from twinstage.errors import InternalError
 from twinstage.text.answers.joining import MessageJoiner
 from twinstage.types import ChatMessage
@@ -20,6 +20,7 @@ class StreamState:
     """Takes the events of a stream in order."""
 
     prompt_info: PromptInfo | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # in parts, before the first delta
     summary: Summary | None = None
     began: bool = False  # an event came
     _joiners: defaultdict[int, MessageJoiner] = field(default_factory=lambda: defaultdict(MessageJoiner))
@@ -34,6 +35,8 @@ class StreamState:
         match event.WhichOneof("event"):
             case "prompt_info":
                 self.prompt_info = responses.prompt_info(event.prompt_info)
+            case "prompt_logprobs":
+                self.prompt_logprobs.append(responses.prompt_logprobs(event.prompt_logprobs))
             case "delta":
                 delta = responses.delta(event.delta)
                 self._joiners[delta.index].add(

@@ -24,6 +24,7 @@ from twinstage.engine.output import (
     ComputedChunk,
     EngineConfig,
     EngineLoad,
+    ScoredChunk,
     SequenceFailure,
     StepOutput,
     StepRecord,
@@ -31,15 +32,12 @@ from twinstage.engine.output import (
 )
 from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.prefix_cache import PrefixCache
+from twinstage.engine.sampler import Logits
 from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations
+from twinstage.engine.speculation import NoSpeculation, Speculation
 from twinstage.engine.states import States
-from twinstage.engine.step_model import Runner, Sampled, StepModel
-from twinstage.errors import (
-    ComputeFailed,
-    IntegrityError,
-    InvalidRequest,
-    TwinstageError,
-)
+from twinstage.engine.step_model import Runner, StepModel
+from twinstage.errors import ComputeFailed, IntegrityError, InvalidRequest, TwinstageError
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain, PrefixHasher
@@ -67,12 +65,13 @@ class EngineCore:
         *,
         hasher: PrefixHasher | None = None,
         copy_block: Callable[[int, int], None] | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hasher` names blocks for the prefix cache; without it nothing is cached.
 
         `copy_block` copies the bytes of a block (source, target), which sequences of several choices need that go on
-        to decode in this engine.
+        to decode in this engine. `speculation` guesses tokens ahead.
         """
         self.pool = pool
         self.config = config
@@ -84,7 +83,10 @@ class EngineCore:
             hit_multiple=config.max_tokens_per_step if config.fixed_passes else config.prefix_hit_multiple,
             whole_chunks=config.fixed_passes,
         )
-        self._states = States(pool, config, self._prefix_cache, copy_block=copy_block, clock=clock)
+        self._speculation = speculation or NoSpeculation()
+        self._states = States(
+            pool, config, self._prefix_cache, copy_block=copy_block, on_end=self._speculation.forget, clock=clock
+        )
         self._arrivals = itertools.count()
 
     # --- what comes in ---------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class EngineCore:
             self._states.outgrew_pool(sequence)
         self._states.prefill.admit(decoding=self._states.decode.decoding)
         room = self.config.max_num_sequences - len(decision.chunks)
-        chunks = (*decision.chunks, *self._states.prefill.schedule(max_chunks=room))
+        chunks = (*self._speculation.plan(decision.chunks), *self._states.prefill.schedule(max_chunks=room))
         now_s = self._clock()
         for chunk in chunks:
             if chunk.sequence.started_s is None:
@@ -212,41 +214,46 @@ class EngineCore:
 
     def _compute(self, plan: StepPlan) -> None:
         try:
-            tokens = self._model.compute(plan)
+            logits = self._model.run(plan)
         except TwinstageError as error:
             for chunk in plan.chunks:
                 self._states.fail(chunk.sequence, error)
             return
         self._states.record.num_computed_tokens += plan.num_tokens
-        for chunk, sampled in zip(plan.chunks, tokens, strict=True):
-            self._apply(chunk, sampled)
+        for chunk, rows in zip(plan.chunks, logits, strict=True):
+            try:
+                self._apply(chunk, rows)
+            except ComputeFailed as error:
+                self._prefix_cache.withdraw(chunk.sequence)
+                self._states.fail(chunk.sequence, error)
 
-    def _apply(self, chunk: ScheduledChunk, sampled: list[Sampled]) -> None:
+    def _apply(self, chunk: ScheduledChunk, logits: Logits) -> None:
+        """Raises ComputeFailed where the logits are not numbers; tokens before that are in the record."""
         sequence = chunk.sequence
         is_prefill = sequence in self._states.prefill.prefilling
-        sequence.mark_computed(chunk.end)
+        sequence.mark_computed(chunk.known_end)
         if is_prefill:
             self._states.record.computed.append(computed_chunk(sequence))
-        if not sampled:
+        if chunk.scores and (logprobs := self._model.score(chunk, logits)) is not None:
+            self._states.record.scored.append(ScoredChunk(request_id=sequence.request_id, logprobs=logprobs))
+        if not chunk.samples:
             return
-        tokens: list[ProducedToken] = []
-        for token in sampled:
-            if isinstance(token, ComputeFailed):
-                self._prefix_cache.withdraw(sequence)
-                self._states.fail(sequence, token)
-                return
-            tokens.append(token)
-        self._prefix_cache.publish(sequence)
-        if len(tokens) > 1:
+        if sequence.spec.num_choices > 1:
+            tokens = self._model.draw_choices(sequence, logits[-1])
+            self._prefix_cache.publish(sequence)
             self._states.end_shared_prefill(sequence, tokens)
             return
-        (token,) = tokens
-        sequence.output_token_ids.append(token.token_id)
-        finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
-        self._states.record.chunks.append(TokenChunk(request_id=sequence.request_id, tokens=(token,), finish=finish))
+        drawn = self._model.draw(chunk, logits, max_model_len=self.config.max_model_len)
+        self._speculation.learn(chunk, accepted=drawn.num_accepted)
+        if drawn.tokens:
+            self._prefix_cache.publish(sequence)
+            chunk_out = TokenChunk(request_id=sequence.request_id, tokens=tuple(drawn.tokens), finish=drawn.finish)
+            self._states.record.chunks.append(chunk_out)
+        if drawn.error is not None:
+            raise drawn.error
         if is_prefill:
             self._states.end_prefill(sequence)
-        if finish is not None:
+        if drawn.finish is not None:
             self._states.finish(sequence)
 
     def _emit(self) -> StepOutput:

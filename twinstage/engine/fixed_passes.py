@@ -11,6 +11,7 @@ where the tokens produced so far come as resumed ones. So the same request gives
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,13 +40,13 @@ class FixedPassRunner:
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]:
         """As the protocol of runners says."""
-        sampled: dict[int, torch.Tensor] = {}
+        sampled: dict[tuple[int, int], torch.Tensor] = {}  # by chunk and place of the token in it
         produced: list[tuple[int, ScheduledChunk]] = []
         for index, chunk in enumerate(plan.chunks):
             if chunk.start < len(chunk.sequence.spec.prompt_token_ids):
-                logits = self._run_prompt(paged_chunk(chunk), self._store)
-                if chunk.samples:
-                    sampled[index] = logits[0]
+                logits = self._logits_of_prompt(chunk)
+                first = chunk.length - len(logits)
+                sampled |= {(index, first + place): row for place, row in enumerate(logits)}
             else:
                 produced.append((index, chunk))
         for turn in range(max((chunk.length for _, chunk in produced), default=0)):
@@ -53,16 +54,24 @@ class FixedPassRunner:
             for first in range(0, len(rows), self._widths[-1]):
                 part = rows[first : first + self._widths[-1]]
                 logits = self._run_rows([row for _, row in part], self._store)
-                sampled |= {index: logits[place] for place, (index, row) in enumerate(part) if row.samples}
+                sampled |= {(index, turn): logits[place] for place, (index, row) in enumerate(part) if row.num_logits}
         if not sampled:
             return np.empty((0, self._model.vocab_size), dtype=np.float32)
-        return torch.stack([sampled[index] for index in sorted(sampled)]).numpy()
+        return torch.stack([sampled[place] for place in sorted(sampled)]).numpy()
+
+    def _logits_of_prompt(self, chunk: ScheduledChunk) -> torch.Tensor:
+        """`[chunk.num_logits, vocab]`. A token is drawn from the same bits whether or not the prompt is scored."""
+        logits = self._run_prompt(paged_chunk(replace(chunk, scores=False)), self._store)
+        if not chunk.scores:
+            return logits
+        scored = self._run_prompt(paged_chunk(chunk), self._store)
+        return torch.cat([scored[: chunk.length - len(logits)], logits])
 
     def _run_prompt(self, chunk: PagedChunk, store: KvStore) -> torch.Tensor:
         return self._model.forward(make_batch([chunk], block_size=store.layout.block_size), store)
 
     def _run_rows(self, rows: list[PagedChunk], store: KvStore) -> torch.Tensor:
-        """Logits `[width, vocab]`, those of `rows` first; without rows `[0, vocab]` when none samples."""
+        """Logits `[width, vocab]`, those of `rows` first; `[0, vocab]` when no logits are wanted."""
         width = next(width for width in self._widths if width >= len(rows))
         return self._model.forward_rows(make_batch(rows, block_size=store.layout.block_size), store, width=width)
 
@@ -82,10 +91,10 @@ class FixedPassRunner:
         block_ids = range(layout.blocks_for(num_tokens))
         memory = BlockMemory.create(num_blocks=len(block_ids), block_bytes=layout.block_bytes)
         store = KvStore(layout, memory)
-        prompt = PagedChunk(token_ids=token_ids[:num_prompt], start=0, block_ids=block_ids, samples=True)
+        prompt = PagedChunk(token_ids=token_ids[:num_prompt], start=0, block_ids=block_ids, num_logits=1)
         digest = hashlib.blake2b(self._run_prompt(prompt, store).numpy().tobytes(), digest_size=6)
         for position in range(num_prompt, min(num_tokens, self._model.max_model_len)):
-            row = PagedChunk(token_ids=[token_ids[position]], start=position, block_ids=block_ids, samples=True)
+            row = PagedChunk(token_ids=[token_ids[position]], start=position, block_ids=block_ids, num_logits=1)
             digest.update(self._run_rows([row], store)[0].numpy().tobytes())
         memory.close()
         return digest.hexdigest()

@@ -13,10 +13,12 @@ def batch_of_plan(plan: StepPlan, *, block_size: int) -> PagedBatch:
 
 def paged_chunk(chunk: ScheduledChunk, turn: int | None = None) -> PagedChunk:
     """`chunk` for a forward pass; with `turn`, only the token at that place in it."""
-    start, end = (chunk.start, chunk.end) if turn is None else (chunk.start + turn, chunk.start + turn + 1)
-    return PagedChunk(
-        token_ids=chunk.sequence.token_ids_between(start, end),
-        start=start,
-        block_ids=chunk.sequence.table.block_ids,
-        samples=chunk.samples and end == chunk.end,
-    )
+    if turn is None:
+        return _paged(chunk, chunk.token_ids, start=chunk.start, num_logits=chunk.num_logits)
+    gives_logits = turn >= chunk.length - chunk.num_logits
+    return _paged(chunk, [chunk.token_ids[turn]], start=chunk.start + turn, num_logits=int(gives_logits))
+
+
+def _paged(chunk: ScheduledChunk, token_ids: list[int], *, start: int, num_logits: int) -> PagedChunk:
+    block_ids = chunk.sequence.table.block_ids
+    return PagedChunk(token_ids=token_ids, start=start, block_ids=block_ids, num_logits=num_logits)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from twinstage.engine.choices import choice_id
 from twinstage.engine.core import EngineCore
+from twinstage.engine.open_speculation import OpenSpeculation, Target, open_speculation
 from twinstage.engine.output import EngineConfig, StepOutput
 from twinstage.engine.runner import choose_runner
+from twinstage.engine.sequence import SequenceStats
+from twinstage.engine.speculation import SpeculationOptions
 from twinstage.errors import ConfigError, IntegrityError, InternalError
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.memory import BlockMemory
@@ -29,6 +32,10 @@ from twinstage.text.stream import TextDelta, TextStream
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec, TextOptions
 
+if TYPE_CHECKING:
+    from twinstage.models.adapt import PagedModel
+    from twinstage.models.fused.model import FusedModel
+
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -39,6 +46,7 @@ class LlmOptions:
     `threads` None leaves the process's number as it is.
     `prefix_cache` lets later prompts begin with what earlier ones computed; `prefix_hit_multiple` as in EngineConfig.
     Off by default, as results are compared with those of this class: it computes everything anew.
+    `speculation` guesses tokens ahead, which changes how fast tokens come and not which.
     `deterministic`: the same request gives the same tokens and logprobs, bit by bit, whatever else is computed with it.
     """
 
@@ -56,6 +64,7 @@ class LlmOptions:
     prefix_cache: bool = False
     prefix_hit_multiple: int = 1
     deterministic: bool = False
+    speculation: SpeculationOptions | None = None
     progress: Callable[[str], None] | None = None
 
 
@@ -71,12 +80,18 @@ class GenerationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """One continuation of a prompt. `tokens` carries the logprobs when they were asked for."""
+    """One continuation of a prompt. `tokens` carries the logprobs when they were asked for.
+
+    `prompt_logprobs` are those of the prompt's own tokens from the second one on, where they were asked for.
+    """
 
     prompt_token_ids: tuple[int, ...]
     tokens: tuple[ProducedToken, ...]
     text: str
     finish: Finish
+    prompt_logprobs: tuple[ProducedToken, ...] = ()
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -129,7 +144,15 @@ class LLM:
             fixed_passes=chosen.fixed_passes,
         )
         hasher = PrefixHasher(self._layout.fingerprint, block_size=options.block_size) if options.prefix_cache else None
-        self.core = EngineCore(chosen.runner, self.pool, config, hasher=hasher, copy_block=self.memory.copy_block)
+        self._guesses = _open_guesses(options, resolved.name, self._model, self.tokenizer, chosen.fixed_passes)
+        self.core = EngineCore(
+            chosen.runner,
+            self.pool,
+            config,
+            hasher=hasher,
+            copy_block=self.memory.copy_block,
+            speculation=self._guesses.speculation if self._guesses is not None else None,
+        )
         self._request_numbers = itertools.count()
         self._closed = False
 
@@ -142,6 +165,7 @@ class LLM:
         max_tokens: int = _DEFAULT_MAX_TOKENS,
         limits: GenerationLimits | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         text: TextOptions | None = None,
     ) -> list[GenerationResult]:
         """Continue every prompt (text or token ids), all together, and return the results in the same order.
@@ -156,8 +180,8 @@ class LLM:
         specs: list[SequenceSpec] = []
         jobs: dict[RequestId, _Job] = {}  # by choice
         for prompt in prompts:
-            spec = self._spec(prompt, sampling or SamplingParameters(), limits, logprobs, num_choices=n)
-            specs.append(spec)
+            spec = self._spec(prompt, sampling or SamplingParameters(), limits)
+            specs.append(replace(spec, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_choices=n))
             for index in range(n):
                 stream = TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens)
                 jobs[choice_id(spec.request_id, index)] = _Job(spec, stream)
@@ -177,6 +201,8 @@ class LLM:
         """
         self._closed = True
         self._model.close()
+        if self._guesses is not None:
+            self._guesses.close()
         self.pool.check_integrity()
         self.memory.close()
         if self.pool.num_free != self.pool.num_blocks:
@@ -191,13 +217,7 @@ class LLM:
         self.close()
 
     def _spec(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParameters,
-        limits: GenerationLimits,
-        logprobs: int | None,
-        *,
-        num_choices: int,
+        self, prompt: str | Sequence[int], sampling: SamplingParameters, limits: GenerationLimits
     ) -> SequenceSpec:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         model_stops = () if limits.ignore_eos else self.tokenizer.bundle.eos_token_ids
@@ -208,8 +228,6 @@ class LLM:
             max_tokens=limits.max_tokens,
             min_tokens=limits.min_tokens,
             stop_token_ids=limits.stop_token_ids.union(model_stops),
-            logprobs=logprobs,
-            num_choices=num_choices,
         )
 
     def _deliver(self, output: StepOutput, jobs: dict[RequestId, _Job]) -> None:
@@ -217,11 +235,34 @@ class LLM:
             raise output.failed[0].error
         if output.is_empty and output.num_computed_tokens == 0:
             raise InternalError("the engine has work but computes nothing")
+        for scored in output.scored:
+            jobs[scored.request_id].scores.extend(scored.logprobs.tokens())
+        for stats in output.finished:
+            jobs[stats.request_id].stats = stats
         for chunk in output.chunks:
             job = jobs[chunk.request_id]
             job.take(job.stream.push(chunk))
             if job.finish is not None and chunk.finish is None:  # a stop string, which workers know nothing of
                 self.core.abort(chunk.request_id)
+
+
+def _open_guesses(
+    options: LlmOptions, name: str, model: PagedModel | FusedModel, tokenizer: TextTokenizer, fixed_passes: bool
+) -> OpenSpeculation | None:
+    if options.speculation is None:
+        return None
+    target = Target(
+        name=name,
+        bundle=tokenizer.bundle,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        block_size=options.block_size,
+        fixed_passes=fixed_passes,
+        threads=options.threads,
+        cache_directory=options.cache_directory,
+        progress=options.progress,
+    )
+    return open_speculation(options.speculation, target)
 
 
 class _Job:
@@ -231,6 +272,8 @@ class _Job:
         self.spec = spec
         self.stream = stream
         self.finish: Finish | None = None
+        self.scores: list[ProducedToken] = []  # of the prompt
+        self.stats: SequenceStats | None = None
         self._tokens: list[ProducedToken] = []
         self._text: list[str] = []
 
@@ -247,4 +290,7 @@ class _Job:
             tokens=tuple(self._tokens),
             text="".join(self._text),
             finish=self.finish,
+            prompt_logprobs=tuple(self.scores),
+            proposed_draft_tokens=self.stats.proposed_draft_tokens if self.stats is not None else 0,
+            accepted_draft_tokens=self.stats.accepted_draft_tokens if self.stats is not None else 0,
         )

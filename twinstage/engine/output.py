@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from twinstage.engine.sequence import Sequence, SequenceStats
 from twinstage.errors import ConfigError, TwinstageError
-from twinstage.types import RequestId, TokenChunk
+from twinstage.types import PromptLogprobs, RequestId, TokenChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,14 @@ class ComputedChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredChunk:
+    """Log probabilities of some of a sequence's prompt tokens; they come in order."""
+
+    request_id: RequestId
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFailure:
     """A sequence that ended with an error. Its blocks are free, unless the engine holds them (`EngineConfig`)."""
 
@@ -61,6 +69,7 @@ class StepOutput:
     """What a step did. `prefilled` has the sequences that got their first token here, the finished ones among them."""
 
     chunks: tuple[TokenChunk, ...] = ()
+    scored: tuple[ScoredChunk, ...] = ()  # of sequences in `computed`
     computed: tuple[ComputedChunk, ...] = ()
     prefilled: tuple[SequenceStats, ...] = ()
     finished: tuple[SequenceStats, ...] = ()
@@ -78,6 +87,7 @@ class StepRecord:
     """The output of a step while it is made; what happens between steps goes into the next one."""
 
     chunks: list[TokenChunk] = field(default_factory=list)
+    scored: list[ScoredChunk] = field(default_factory=list)
     computed: list[ComputedChunk] = field(default_factory=list)
     prefilled: list[SequenceStats] = field(default_factory=list)
     finished: list[SequenceStats] = field(default_factory=list)
@@ -92,6 +102,7 @@ class StepRecord:
     def output(self) -> StepOutput:
         return StepOutput(
             chunks=tuple(self.chunks),
+            scored=tuple(self.scored),
             computed=tuple(self.computed),
             prefilled=tuple(self.prefilled),
             finished=tuple(self.finished),

@@ -9,7 +9,8 @@ waits forever.
 Chunks end at fixed places, multiples of the chunk size, whatever else is in the step: a chunk is taken whole or not at
 all. What a prompt is computed with then does not depend on its neighbours. With `fixed_passes` a chunk ends at the end
 of the prompt, too, and the output tokens after it (of a preempted or resumed sequence) come in short ones, as they are
-computed one by one (`engine/fixed_passes.py`).
+computed one by one (`engine/fixed_passes.py`). Where the prompt's own log probabilities are wanted, chunks are short:
+each of their tokens gives a row of logits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from twinstage.kv.shortage import Shortage
 
 by_rank = attrgetter("rank")
 
+SCORED_PER_STEP = 64  # prompt tokens with logits, of all sequences: each has 4 bytes for every token of the vocabulary
 REPLAYED_PER_STEP = 8  # output tokens of a sequence; each takes about as long as a decode step
 
 
@@ -113,19 +115,19 @@ class PrefillScheduler:
         """The next chunks, at most `max_chunks` of them and at most `chunk_size` tokens together."""
         chunks: list[ScheduledChunk] = []
         tokens_left = self._chunk_size
+        scored_left = self._chunk_size if self._fixed_passes else SCORED_PER_STEP
         for sequence in self.prefilling:
             if len(chunks) == max_chunks:
                 break
             self._prefix_cache.look_again(sequence)
             start, length = sequence.num_computed_tokens, self._next_length(sequence)
-            if length > tokens_left:
+            scores = sequence.wants_scores
+            if length > tokens_left or (scores and length > scored_left):
                 continue  # a later, shorter one may fit; this one is considered first again in the next step
             tokens_left -= length
-            chunks.append(
-                ScheduledChunk(
-                    sequence=sequence, start=start, length=length, samples=start + length == sequence.num_tokens
-                )
-            )
+            scored_left -= length if scores else 0
+            samples = start + length == sequence.num_tokens
+            chunks.append(ScheduledChunk(sequence=sequence, start=start, length=length, samples=samples, scores=scores))
         return chunks
 
     def _next_length(self, sequence: Sequence) -> int:
@@ -133,6 +135,8 @@ class PrefillScheduler:
         start, uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
         until_border = self._chunk_size - start % self._chunk_size
         if not self._fixed_passes:
+            if sequence.wants_scores:
+                until_border = min(until_border, SCORED_PER_STEP - start % SCORED_PER_STEP)
             return min(uncomputed, until_border)
         num_prompt = len(sequence.spec.prompt_token_ids)
         if start >= num_prompt:

@@ -77,8 +77,8 @@ class PrefixCache:
         sequence.num_computed_tokens += num_blocks * self._block_size
 
     def _wanted(self, sequence: Sequence) -> Items[BlockHash]:
-        """Names of the blocks that need not be computed; the last token must be, for its logits."""
-        if self._hasher is None:
+        """Names of the blocks that need not be computed; a token whose logits are wanted must be, as the last one."""
+        if self._hasher is None or sequence.wants_scores:
             return ()
         end = (sequence.num_tokens - 1) // self._block_size
         return self._names(sequence, self._hasher, end=end)[:end]

@@ -59,10 +59,10 @@ class FusedRunner:
         """As the protocol says. The logits are valid until the next step."""
         chunks = [
             self._chunk(
-                token_ids=chunk.sequence.token_ids_between(chunk.start, chunk.end),
+                token_ids=chunk.token_ids,
                 start=chunk.start,
                 block_ids=chunk.sequence.table.block_ids,
-                samples=chunk.samples,
+                num_logits=chunk.num_logits,
             )
             for chunk in plan.chunks
         ]

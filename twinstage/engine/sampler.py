@@ -71,7 +71,10 @@ class Sampler:
         else:
             uniform = random_uniform(sampling, position=len(sequence.output_token_ids))
             token_id = self._draw_from(values, float(values[best_id]), sampling, uniform)
-        return ProducedToken(token_id=token_id, logprobs=_logprobs(raw, token_id, count=sequence.spec.logprobs))
+        count = sequence.spec.logprobs
+        return ProducedToken(
+            token_id=token_id, logprobs=None if count is None else token_logprobs(raw, token_id, count=count)
+        )
 
     def _draw_from(self, values: Row, peak: float, sampling: SamplingParameters, uniform: float) -> int:
         """Filter and draw. Weights are relative to the most likely token, whose value is `peak`."""
@@ -240,10 +243,8 @@ def _draw(weights: Row | Weights, uniform: float) -> int:
     return start + index
 
 
-def _logprobs(raw: Row, token_id: int, *, count: int | None) -> TokenLogprobs | None:
-    """Log probabilities before all adjustments; None unless asked for."""
-    if count is None:
-        return None
+def token_logprobs(raw: Row, token_id: int, *, count: int) -> TokenLogprobs:
+    """Log probabilities before all adjustments, of a token and of the `count` most likely ones."""
     shifted = raw.astype(np.float64)
     peak = float(shifted.max())
     shifted -= peak

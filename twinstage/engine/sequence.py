@@ -27,7 +27,8 @@ class SequenceStats:
     """Where the time of a sequence went in this engine, in seconds.
 
     `queue_s` until it was first computed, `prefill_s` from then to its first token here (0 when it came prefilled),
-    `decode_s` from then to now. `computed_prompt_tokens` counts recomputed ones again.
+    `decode_s` from then to now. `computed_prompt_tokens` counts recomputed ones again. Of `proposed_draft_tokens`,
+    guesses of what comes next, `accepted_draft_tokens` were right.
     """
 
     request_id: RequestId
@@ -35,6 +36,8 @@ class SequenceStats:
     prefill_s: float
     decode_s: float
     computed_prompt_tokens: int
+    proposed_draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +57,9 @@ class Sequence:
     hashes: HashChain | None = None  # names of the leading blocks, as far as anybody asked
     num_published_blocks: int = 0  # leading ones that the prefix index has heard of
     num_spare_blocks: int = 0  # that it needs when it is forked into its choices
+    num_scored_tokens: int = 1  # leading tokens of the prompt whose log probabilities, if wanted, have been reported
+    num_proposed_tokens: int = 0  # guesses of what comes next that were checked here
+    num_accepted_tokens: int = 0  # those that were right
     shortage: Shortage | None = None  # why it waits for blocks
     looked_up_at: int | None = None  # `BlockPool.changes` when the prefix index was last asked for more
 
@@ -92,6 +98,13 @@ class Sequence:
         """Blocks that its choices need besides those of the tokens it has."""
         return spare_blocks(self.num_tokens, num_choices=self.spec.num_choices, block_size=block_size)
 
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be reported, for which their logits are needed."""
+        if self.spec.prompt_logprobs is None or self.was_prefilled_elsewhere:
+            return False
+        return self.num_scored_tokens < len(self.spec.prompt_token_ids)
+
     def restart(self, table: BlockTable) -> None:
         """Begin again with an empty `table`; the tokens stay."""
         self.table = table
@@ -128,6 +141,8 @@ class Sequence:
             prefill_s=decoding_since_s - started_s,
             decode_s=now_s - decoding_since_s,
             computed_prompt_tokens=self.computed_prompt_tokens,
+            proposed_draft_tokens=self.num_proposed_tokens,
+            accepted_draft_tokens=self.num_accepted_tokens,
         )
 
 

@@ -27,11 +27,14 @@ class States:
         prefix_cache: PrefixCache,
         *,
         copy_block: Callable[[int, int], None] | None,
+        on_end: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
+        """`on_end` hears of every sequence that is forgotten."""
         self._pool = pool
         self._config = config
         self._copy_block = copy_block
+        self._on_end = on_end
         self._clock = clock
         self.prefill = PrefillScheduler(
             pool,
@@ -122,4 +125,5 @@ class States:
         """The one way out: forget the sequence, and free its blocks or keep them until `abort`."""
         self.prefill.remove(sequence)
         self.decode.remove(sequence)
+        self._on_end(sequence)
         self.roster.leave(sequence, keep_blocks=keep_blocks)

@@ -1,10 +1,15 @@
-"""The boundary to the model: a plan goes in, and for every chunk that samples a token comes out, or why not.
+"""The boundary to the model: a plan goes in, and logits come out, from which tokens and log probabilities are taken.
 
-A chunk that completes the prompt of several choices gives a token for each, all from the same logits.
+    run ──rows of logits, by chunk──> score   log probabilities of prompt tokens
+                                 └──> draw    the next token; after guessed ones, as many as were guessed right, and one
+
+A guess is right when it is the token that the sampler draws in its place: a token is a pure function of logits, request
+and position, so what comes out is what would have come out without guessing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -12,25 +17,34 @@ from numpy.typing import NDArray
 
 from twinstage.engine.choices import choices_of
 from twinstage.engine.plan import ScheduledChunk, StepPlan
-from twinstage.engine.sampler import Logits, Sampler
+from twinstage.engine.sampler import Logits, Row, Sampler
+from twinstage.engine.scoring import score_tokens
 from twinstage.engine.sequence import Sequence
 from twinstage.errors import ComputeFailed, TwinstageError
 from twinstage.telemetry.log import get_logger
-from twinstage.types import ProducedToken
+from twinstage.types import Finish, ProducedToken, PromptLogprobs
 
 logger = get_logger(__name__)
-
-Sampled = ProducedToken | ComputeFailed
 
 
 class Runner(Protocol):
     """Computes a plan: writes keys and values of every chunk.
 
-    Returns float32 logits `[number of chunks with samples, vocab]`, in the order of the chunks. They are read before
-    the next call and may be memory that the runner uses again.
+    Returns float32 logits `[plan.num_logits, vocab]`: of each chunk its last `num_logits` rows, in the order of the
+    chunks. They are read before the next call and may be memory that the runner uses again.
     """
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]: ...
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What became of a chunk: its new tokens, which the sequence has already, and how or why it ends with them."""
+
+    tokens: list[ProducedToken] = field(default_factory=list)
+    finish: Finish | None = None
+    error: ComputeFailed | None = None
+    num_accepted: int = 0  # guesses that were right
 
 
 class StepModel:
@@ -40,33 +54,75 @@ class StepModel:
         self._runner = runner
         self._sampler = Sampler()
 
-    def compute(self, plan: StepPlan) -> list[list[Sampled]]:
-        """By chunk: a token for each choice, or what its logits lacked to give one; nothing if it does not sample.
+    def run(self, plan: StepPlan) -> list[Logits]:
+        """The logits of each chunk, `[chunk.num_logits, vocab]`; valid until the next call.
 
         Raises TwinstageError, whatever the model raises: the keys and values of the plan are then not to be trusted.
         """
         try:
             logits = self._runner.run(plan)
-            sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-            if len(logits) != len(sampling):
-                raise ComputeFailed(f"the runner returned {len(logits)} rows of logits, not {len(sampling)}")
-            sampled = iter(self._sampler.sample(*_by_choice(logits, sampling)))
         # The boundary to the model: whatever it raises ends the sequences of this plan, never the engine.
         except Exception as error:
             logger.exception("step failed", sequences=len(plan.chunks), tokens=plan.num_tokens)
             if isinstance(error, TwinstageError):
                 raise
             raise ComputeFailed(f"the model failed: {error!r:.200}") from error
-        return [[next(sampled) for _ in range(_num_tokens(chunk))] for chunk in plan.chunks]
+        if len(logits) != plan.num_logits:
+            raise ComputeFailed(f"the runner returned {len(logits)} rows of logits, not {plan.num_logits}")
+        ends = np.cumsum([chunk.num_logits for chunk in plan.chunks]).tolist()
+        return [logits[end - chunk.num_logits : end] for chunk, end in zip(plan.chunks, ends, strict=True)]
 
+    def score(self, chunk: ScheduledChunk, logits: Logits) -> PromptLogprobs | None:
+        """Log probabilities of the prompt tokens that the rows of a chunk predict; None when all were given before.
 
-def _num_tokens(chunk: ScheduledChunk) -> int:
-    return chunk.sequence.spec.num_choices if chunk.samples else 0
+        Raises ComputeFailed where the logits are not numbers.
+        """
+        sequence = chunk.sequence
+        first = max(chunk.start + 1, sequence.num_scored_tokens)
+        end = min(chunk.end + 1, len(sequence.spec.prompt_token_ids))
+        if first >= end:
+            return None
+        rows = logits[first - 1 - chunk.start : end - 1 - chunk.start]
+        scores = score_tokens(rows, sequence, first=first)
+        sequence.num_scored_tokens = end
+        return scores
 
+    def draw(self, chunk: ScheduledChunk, logits: Logits, *, max_model_len: int) -> Drawn:
+        """The tokens after the last known one of a chunk that samples, appended to its sequence."""
+        sequence, drawn = chunk.sequence, Drawn()
+        sequence.num_proposed_tokens += len(chunk.draft_token_ids)
+        expected: tuple[int | None, ...] = (*chunk.draft_token_ids, None)
+        for row, guess in zip(logits[-len(expected) :], expected, strict=True):
+            token = self._draw_one(row, sequence)
+            if isinstance(token, ComputeFailed):
+                drawn.error = token
+                break
+            sequence.output_token_ids.append(token.token_id)
+            drawn.tokens.append(token)
+            drawn.finish = sequence.finish_after(token.token_id, max_model_len=max_model_len)
+            if token.token_id != guess:
+                break
+            drawn.num_accepted += 1
+            if drawn.finish is not None:
+                break
+            sequence.mark_computed(sequence.num_computed_tokens + 1)  # the guess was computed as what it is
+        sequence.num_accepted_tokens += drawn.num_accepted
+        return drawn
 
-def _by_choice(logits: Logits, sequences: list[Sequence]) -> tuple[Logits, list[Sequence]]:
-    """A row and a sequence for each choice; the same ones unless there are several somewhere."""
-    if all(sequence.spec.num_choices == 1 for sequence in sequences):
-        return logits, sequences
-    rows = [row for row, sequence in enumerate(sequences) for _ in range(sequence.spec.num_choices)]
-    return logits[rows], [choice for sequence in sequences for choice in choices_of(sequence)]
+    def draw_choices(self, sequence: Sequence, row: Row) -> list[ProducedToken]:
+        """A token for each choice of a prompt, all from the same logits. Raises ComputeFailed when there is none."""
+        tokens = []
+        for choice in choices_of(sequence):
+            token = self._draw_one(row, choice)
+            if isinstance(token, ComputeFailed):
+                raise token
+            tokens.append(token)
+        return tokens
+
+    def _draw_one(self, row: Row, sequence: Sequence) -> ProducedToken | ComputeFailed:
+        try:
+            return self._sampler.sample(row[None], [sequence])[0]
+        # What goes wrong with one request's numbers ends that request alone.
+        except Exception as error:
+            logger.exception("sampling failed", request_id=sequence.request_id)
+            return ComputeFailed(f"a token could not be drawn: {error!r:.200}")

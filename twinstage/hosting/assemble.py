@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from twinstage.engine.core import EngineCore
+from twinstage.engine.open_speculation import Target, open_speculation
 from twinstage.engine.output import EngineConfig
 from twinstage.engine.runner import choose_runner
+from twinstage.engine.speculation import SpeculationOptions
 from twinstage.errors import ConfigError
 from twinstage.hosting.found_model import FoundModel, report_progress
 from twinstage.hosting.settings import WorkerSettings
@@ -26,7 +28,9 @@ from twinstage.telemetry.log import get_logger
 from twinstage.types import Role, WorkerDescription
 
 if TYPE_CHECKING:
+    from twinstage.models.adapt import PagedModel
     from twinstage.models.embedding import EmbeddingModel
+    from twinstage.models.fused.model import FusedModel
 
 logger = get_logger(__name__)
 
@@ -41,6 +45,7 @@ class EngineParts:
     memory: BlockMemory
     hasher: PrefixHasher | None = None  # names blocks for the prefix cache; None: there is none
     end_model: Callable[[], None] = lambda: None  # ends the threads of the model
+    end_speculation: Callable[[], None] = lambda: None  # and what guesses ahead for it
 
     def close(self) -> int:
         """Check the pool's books and give the memory back; returns the number of leaked blocks.
@@ -60,12 +65,18 @@ class EngineParts:
         if leaked:
             logger.error("kv blocks leaked", owners=self.pool.owners())
         self.end_model()
+        self.end_speculation()
         self.memory.close()
         return leaked
 
 
 def build_engine(
-    settings: WorkerSettings, found: FoundModel, *, role: Role, protocol_version: int
+    settings: WorkerSettings,
+    found: FoundModel,
+    *,
+    role: Role,
+    protocol_version: int,
+    speculation: SpeculationOptions | None = None,
 ) -> tuple[EngineParts, WorkerDescription]:
     """Load a generative model and build its engine. Raises ConfigError or ModelError."""
     model = load_chosen(
@@ -101,7 +112,12 @@ def build_engine(
         fixed_passes=chosen.fixed_passes,
     )
     hasher = PrefixHasher(layout.fingerprint, block_size=layout.block_size) if settings.prefix_cache else None
-    core = EngineCore(chosen.runner, pool, config, hasher=hasher)
+    guesses = None
+    if speculation is not None:
+        guesses = open_speculation(speculation, _target(settings, found, model, config))
+    core = EngineCore(
+        chosen.runner, pool, config, hasher=hasher, speculation=guesses.speculation if guesses is not None else None
+    )
     description = _describe(
         settings,
         found,
@@ -113,7 +129,24 @@ def build_engine(
         numerics=chosen.numerics,
     )
     parts = EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher, end_model=model.close)
-    return parts, description
+    return parts if guesses is None else replace(parts, end_speculation=guesses.close), description
+
+
+def _target(
+    settings: WorkerSettings, found: FoundModel, model: PagedModel | FusedModel, config: EngineConfig
+) -> Target:
+    """What guesses are made for."""
+    return Target(
+        name=found.resolved.name,
+        bundle=found.bundle,
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        fixed_passes=config.fixed_passes,
+        threads=settings.compute_threads,
+        cache_directory=settings.cache_directory,
+        progress=report_progress,
+    )
 
 
 def build_encoder(

@@ -57,7 +57,7 @@ class PagedModel:
     def forward(self, batch: PagedBatch, store: KvStore) -> torch.Tensor:
         """Compute all tokens of `batch`, leaving their keys and values in `store`.
 
-        Returns float32 logits `[num_sampled, vocab_size]`, one row for each chunk that samples, in their order.
+        Returns float32 logits `[rows, vocab_size]`, of each chunk its last `num_logits` tokens, in their order.
         """
         context = PagedAttention(batch, store)
         return run_packed(self._model, batch.token_ids, batch.position_ids, rows=batch.sampled_rows, context=context)
@@ -65,7 +65,7 @@ class PagedModel:
     def forward_rows(self, batch: PagedBatch, store: KvStore, *, width: int) -> torch.Tensor:
         """`forward` for tokens that come alone, in a pass filled up to `width` rows, each sequence attended alone.
 
-        Returns float32 logits `[width, vocab_size]`, those of the batch's tokens first, or none when no chunk samples.
+        Returns float32 logits `[width, vocab_size]`, those of the batch's tokens first; none when none are wanted.
         """
         padding = (0, width - len(batch.token_ids))
         return run_packed(

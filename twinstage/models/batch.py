@@ -13,13 +13,13 @@ class PagedChunk:
     """Consecutive tokens of one sequence, the first at position `start`.
 
     `block_ids` are the sequence's blocks in order; they hold the keys and values of positions `0 .. start - 1` and have
-    room for these. `samples`: the logits after the last token are wanted.
+    room for these. Of the last `num_logits` tokens the logits are wanted.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
-    samples: bool
+    num_logits: int
 
     @property
     def length(self) -> int:
@@ -39,7 +39,7 @@ class PagedBatch:
     position_ids: torch.Tensor  # [num_tokens], within the sequence
     block_ids: torch.Tensor  # [num_tokens], the block of each token
     offsets: torch.Tensor  # [num_tokens], its place in that block
-    sampled_rows: torch.Tensor  # [num_sampled], indices into the tokens
+    sampled_rows: torch.Tensor  # [num_logits of all chunks], indices into the tokens
     block_size: int
 
 
@@ -53,8 +53,7 @@ def make_batch(chunks: Sequence[PagedChunk], *, block_size: int) -> PagedBatch:
         token_ids.extend(chunk.token_ids)
         position_ids.extend(range(chunk.start, chunk.end))
         block_ids.extend(chunk.block_ids[position // block_size] for position in range(chunk.start, chunk.end))
-        if chunk.samples:
-            sampled_rows.append(len(token_ids) - 1)
+        sampled_rows.extend(range(len(token_ids) - chunk.num_logits, len(token_ids)))
     positions = torch.tensor(position_ids, dtype=torch.int64)
     return PagedBatch(
         chunks=tuple(chunks),

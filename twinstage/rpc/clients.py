@@ -28,9 +28,10 @@ from twinstage.rpc.convert_worker import (
     worker_description_from_proto,
     worker_load_from_proto,
 )
-from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, Reservation, SequenceTotals
+from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, Reservation
 from twinstage.rpc.prefill_call import FirstTokenEvent, HandedOverEvent, PrefillCall
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
+from twinstage.rpc.sequence_totals import SequenceTotals
 from twinstage.rpc.status import error_from_rpc
 from twinstage.types import (
     KvGrant,

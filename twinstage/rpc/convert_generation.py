@@ -5,7 +5,7 @@ What a client sends is not trusted: conversion keeps it as it is, for admission 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from twinstage.rpc.convert_chat import chat_prompt_from_proto, message_to_proto, tool_call_deltas_to_proto
 from twinstage.rpc.convert_values import (
@@ -214,7 +214,15 @@ def chat_result_to_proto(
     )
 
 
-def token_logprobs_to_proto(tokens: Sequence[ProducedToken], token_text: TokenText) -> list[common_pb2.TokenLogprob]:
+def prompt_logprobs_to_proto(
+    tokens: Iterable[ProducedToken], *, start: int, token_text: TokenText, prompt_index: int = 0
+) -> generation_pb2.PromptLogprobs:
+    """Consecutive tokens of a prompt, the first at position `start`."""
+    scores = token_logprobs_to_proto(tokens, token_text)
+    return generation_pb2.PromptLogprobs(prompt_index=prompt_index, start=start, tokens=scores)
+
+
+def token_logprobs_to_proto(tokens: Iterable[ProducedToken], token_text: TokenText) -> list[common_pb2.TokenLogprob]:
     """One entry per token that carries log probabilities."""
     return [
         common_pb2.TokenLogprob(
@@ -249,6 +257,8 @@ def usage_to_proto(usage: Usage) -> common_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
+        proposed_draft_tokens=usage.proposed_draft_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
     )
 
 

@@ -6,6 +6,8 @@ each other's version: enumerations that are unknown here raise ValueError.
 
 from __future__ import annotations
 
+from array import array
+
 from twinstage.types import (
     Finish,
     FinishReason,
@@ -13,6 +15,7 @@ from twinstage.types import (
     KvGrant,
     ModelDescription,
     ProducedToken,
+    PromptLogprobs,
     RequestId,
     Role,
     SamplingParameters,
@@ -62,6 +65,7 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         priority=spec.priority,
         cache_salt=spec.cache_salt,
         num_choices=spec.num_choices,
+        prompt_logprobs=spec.prompt_logprobs,
     )
 
 
@@ -89,6 +93,7 @@ def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         priority=message.priority,
         cache_salt=message.cache_salt,
         num_choices=message.num_choices or 1,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -180,6 +185,34 @@ def token_chunk_from_proto(message: worker_pb2.Chunk) -> TokenChunk:
         tokens=tuple(_token_from_proto(token) for token in message.tokens),
         finish=finish,
         choice_index=message.choice_index,
+    )
+
+
+def prompt_logprobs_to_proto(scores: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    return worker_pb2.PromptLogprobs(
+        start=scores.start,
+        token_ids=scores.token_ids,
+        logprobs=scores.logprobs,
+        ranks=scores.ranks,
+        top_ids=scores.top_ids,
+        top_logprobs=scores.top_logprobs,
+    )
+
+
+def prompt_logprobs_from_proto(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Raises ValueError when the numbers of entries do not agree."""
+    count = len(message.token_ids)
+    if not count == len(message.logprobs) == len(message.ranks):
+        raise ValueError("prompt tokens, log probabilities and ranks differ in number")
+    if len(message.top_ids) != len(message.top_logprobs) or len(message.top_ids) % max(1, count):
+        raise ValueError("prompt tokens do not have equally many alternatives")
+    return PromptLogprobs(
+        start=message.start,
+        token_ids=array("I", message.token_ids),
+        logprobs=array("f", message.logprobs),
+        ranks=array("I", message.ranks),
+        top_ids=array("I", message.top_ids),
+        top_logprobs=array("f", message.top_logprobs),
     )
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from twinstage.errors import DeadlineExceeded, TwinstageError, WorkerLost
 from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_to_proto, token_chunk_from_proto
+from twinstage.rpc.sequence_totals import SequenceTotals, sequence_totals_from_proto
 from twinstage.rpc.status import error_from_reason
 from twinstage.types import KvEndpoint, KvGrant, RequestId, SequenceSpec, TokenChunk
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -18,16 +19,6 @@ from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 MAX_UNSENT = 8192  # messages; a worker that takes none of so many is lost
 BEATS = 4  # signs of life within the time after which the worker takes a silent router for lost
 ANSWER_MARGIN_S = 1.0  # by which a worker's own word that the deadline is over may be late
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceTotals:
-    """What a finished request did on the decode worker."""
-
-    queue_s: float
-    decode_s: float
-    kv_bytes_received: int
-    computed_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +193,7 @@ class DecodeSession:
         for totals in step.totals:
             subscription = self._subscriptions.get(RequestId(totals.request_id))
             if subscription is not None:
-                subscription.set_totals(
-                    SequenceTotals(
-                        queue_s=totals.queue_us / 1e6,
-                        decode_s=totals.decode_us / 1e6,
-                        kv_bytes_received=totals.kv_bytes_received,
-                        computed_prompt_tokens=totals.computed_prompt_tokens,
-                    )
-                )
+                subscription.set_totals(sequence_totals_from_proto(totals))
         for chunk in step.chunks:
             subscription = self._subscriptions.get(RequestId(chunk.request_id))
             if subscription is not None:

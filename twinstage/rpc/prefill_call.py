@@ -10,19 +10,23 @@ from dataclasses import dataclass
 import grpc.aio
 
 from twinstage.errors import InternalError, WorkerLost
-from twinstage.rpc.convert_worker import kv_grant_to_proto, token_chunk_from_proto
-from twinstage.types import KvGrant, TokenChunk
+from twinstage.rpc.convert_worker import kv_grant_to_proto, prompt_logprobs_from_proto, token_chunk_from_proto
+from twinstage.types import KvGrant, PromptLogprobs, TokenChunk
 from twinstage.worker.v1 import worker_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokenEvent:
-    """The first token of every choice, in order; a chunk's `finish` is set where it is also the last."""
+    """The first token of every choice, in order; a chunk's `finish` is set where it is also the last.
+
+    `prompt_logprobs` are those of the prompt's own tokens, in order, where they were asked for.
+    """
 
     chunks: tuple[TokenChunk, ...]
     queue_s: float
     prefill_s: float
     cached_prompt_tokens: int
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +84,25 @@ class PrefillCall:
             await self._read("first_token")
             raise InternalError(f"the worker at {self._address} began a prefill without a grant") from None
 
-    async def _read(self, event: str) -> worker_pb2.PrefillResponse:
+    async def _read(self, event: str, *others: str) -> worker_pb2.PrefillResponse:
+        """The next message, which brings `event` or one of `others` that may come before it."""
         with self._translated():
             message = await self._call.read()
         if not isinstance(message, worker_pb2.PrefillResponse):
             raise WorkerLost(f"the worker at {self._address} ended a prefill without its {event}")
-        if message.WhichOneof("event") != event:
+        if message.WhichOneof("event") not in (event, *others):
             raise InternalError(f"the prefill worker sent {message.WhichOneof('event')} in the place of {event}")
         return message
 
     async def first_token(self) -> FirstTokenEvent:
-        event = (await self._read("first_token")).first_token
+        prompt_logprobs: list[PromptLogprobs] = []
+        while True:
+            message = await self._read("first_token", "prompt_logprobs")
+            if message.HasField("first_token"):
+                break
+            with self._translated():
+                prompt_logprobs.append(prompt_logprobs_from_proto(message.prompt_logprobs))
+        event = message.first_token
         with self._translated():
             chunks = tuple(map(token_chunk_from_proto, (event.chunk, *event.other_chunks)))
         return FirstTokenEvent(
@@ -98,6 +110,7 @@ class PrefillCall:
             queue_s=event.queue_us / 1e6,
             prefill_s=event.prefill_us / 1e6,
             cached_prompt_tokens=event.cached_prompt_tokens,
+            prompt_logprobs=tuple(prompt_logprobs),
         )
 
     async def handed_over(self) -> HandedOverEvent:

@@ -30,6 +30,12 @@ class TextTokenizer:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, added ones included, by their spelling."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     @cached_property
     def longest_token_characters(self) -> int:
         """Characters of the longest spelling in the vocabulary: no text of n tokens has more than n times as many.

@@ -36,7 +36,15 @@ from twinstage.types.sequences import (
     SequenceSpec,
     TextOptions,
 )
-from twinstage.types.tokens import Finish, FinishReason, ProducedToken, TokenAlternative, TokenChunk, TokenLogprobs
+from twinstage.types.tokens import (
+    Finish,
+    FinishReason,
+    ProducedToken,
+    PromptLogprobs,
+    TokenAlternative,
+    TokenChunk,
+    TokenLogprobs,
+)
 from twinstage.types.tools import AnswerFormat, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
 from twinstage.types.workers import KvEndpoint, KvGrant, ModelDescription, WorkerDescription, WorkerLoad
 
@@ -57,6 +65,7 @@ __all__ = [
     "Placement",
     "ProducedToken",
     "Prompt",
+    "PromptLogprobs",
     "RawEncodeRequest",
     "RawGenerationRequest",
     "RawOutput",

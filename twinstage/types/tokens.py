@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from twinstage.types.basics import RequestId
@@ -52,6 +54,35 @@ class ProducedToken:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities (natural) and ranks (1 = most likely) of consecutive prompt tokens, the first at `start`.
+
+    As a prompt may have tens of thousands, all are flat arrays: of unsigned numbers ("I") and of floats ("f"). Of the
+    most likely tokens at each position, best first, there are `count` for every token.
+    """
+
+    start: int
+    token_ids: array[int]
+    logprobs: array[float]
+    ranks: array[int]
+    top_ids: array[int]
+    top_logprobs: array[float]
+
+    @property
+    def count(self) -> int:
+        return len(self.top_ids) // len(self.token_ids) if self.token_ids else 0
+
+    def tokens(self, first: int = 0, end: int | None = None) -> Iterator[ProducedToken]:
+        """The tokens from index `first` up to `end`, one by one."""
+        count = self.count
+        for index in range(first, len(self.token_ids) if end is None else min(end, len(self.token_ids))):
+            places = range(index * count, (index + 1) * count)
+            top = tuple(TokenAlternative(self.top_ids[place], self.top_logprobs[place]) for place in places)
+            logprobs = TokenLogprobs(logprob=self.logprobs[index], rank=self.ranks[index], top=top)
+            yield ProducedToken(token_id=self.token_ids[index], logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -333,8 +333,10 @@ class OutputOptions(_message.Message):
     logprobs: _builtins.int
     """Return the log probability of each token and of this many alternatives. Default: none; range 0 to 20."""
     prompt_logprobs: _builtins.int
-    """Return the log probabilities of the prompt's tokens. Default: none; range 0 to 20.
-    Not in this version: refused with UNIMPLEMENTED.
+    """Return the log probability of each of the prompt's tokens but the first, and of this many alternatives. The whole
+    prompt is then computed, whatever the prefix cache has of it. A unary call takes at most 100,000 log probabilities,
+    alternatives among them: more are refused, and streamed by GenerateStream and ChatStream. Default: none; range 0 to
+    20.
     """
     return_token_ids: _builtins.bool
     """Return token ids beside the text. Default false."""
@@ -544,22 +546,30 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROPOSED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, once for all its choices; of a batch, of all its prompts."""
     completion_tokens: _builtins.int
     """Tokens generated, of all continuations."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens whose computation was saved by a prefix cache."""
+    proposed_draft_tokens: _builtins.int
+    """Tokens that speculative decoding guessed ahead; 0 where the decode worker does not speculate."""
+    accepted_draft_tokens: _builtins.int
+    """Those of them that were right, each of which saved a step of the model."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        proposed_draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "proposed_draft_tokens", b"proposed_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -201,6 +201,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     model: _builtins.str
@@ -221,6 +222,10 @@ class GenerateResponse(_message.Message):
     def placement(self) -> _common_pb2.Placement:
         """Which workers served the request."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """One entry per prompt; empty unless prompt_logprobs was set."""
+
     def __init__(
         self,
         *,
@@ -230,14 +235,49 @@ class GenerateResponse(_message.Message):
         usage: _common_pb2.Usage | None = ...,
         timing: _common_pb2.Timing | None = ...,
         placement: _common_pb2.Placement | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "placement", b"placement", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log probabilities of consecutive tokens of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_INDEX_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_index: _builtins.int
+    """Index of the prompt."""
+    start: _builtins.int
+    """Position of the first of these tokens in the prompt. At least 1: nothing comes before the token at 0, so it has no
+    log probability.
+    """
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """The tokens, in order."""
+
+    def __init__(
+        self,
+        *,
+        prompt_index: _builtins.int = ...,
+        start: _builtins.int = ...,
+        tokens: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_index", b"prompt_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class GenerationResult(_message.Message):
@@ -297,6 +337,7 @@ class GenerateStreamResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
         """Sent once, first: when the first token of any prompt is there."""
@@ -313,6 +354,12 @@ class GenerateStreamResponse(_message.Message):
     def summary(self) -> Global___Summary:
         """Sent once, last."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log probabilities of some of the prompt's tokens, in order, before the first delta; never sent unless
+        prompt_logprobs was set.
+        """
+
     def __init__(
         self,
         *,
@@ -320,12 +367,13 @@ class GenerateStreamResponse(_message.Message):
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
         summary: Global___Summary | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_info", "delta", "finished", "summary"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_info", "delta", "finished", "summary", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -784,6 +832,7 @@ class ChatResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     model: _builtins.str
@@ -804,6 +853,10 @@ class ChatResponse(_message.Message):
     def placement(self) -> _common_pb2.Placement:
         """Which workers served the request."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log probabilities of the rendered prompt's tokens; absent unless prompt_logprobs was set."""
+
     def __init__(
         self,
         *,
@@ -813,10 +866,11 @@ class ChatResponse(_message.Message):
         usage: _common_pb2.Usage | None = ...,
         timing: _common_pb2.Timing | None = ...,
         placement: _common_pb2.Placement | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "placement", b"placement", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "placement", b"placement", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "results", b"results", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -882,6 +936,7 @@ class ChatStreamResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt_info(self) -> Global___PromptInfo:
         """Sent once, first."""
@@ -898,6 +953,12 @@ class ChatStreamResponse(_message.Message):
     def summary(self) -> Global___Summary:
         """Sent once, last."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Log probabilities of some of the prompt's tokens, in order, before the first delta; never sent unless
+        prompt_logprobs was set.
+        """
+
     def __init__(
         self,
         *,
@@ -905,12 +966,13 @@ class ChatStreamResponse(_message.Message):
         delta: Global___Delta | None = ...,
         finished: Global___Finished | None = ...,
         summary: Global___Summary | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_info", b"prompt_info", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_info", "delta", "finished", "summary"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["prompt_info", "delta", "finished", "summary", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -33,7 +33,7 @@ class FusedChunk:
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
-    samples: bool
+    num_logits: int
 
 
 class FusedModel:
@@ -103,7 +103,7 @@ class FusedModel:
     def forward(self, chunks: Sequence[FusedChunk], kv: KvView) -> NDArray[np.float32]:
         """Compute all chunks, leaving their keys and values in the blocks.
 
-        Returns float32 logits `[num_sampled, vocab_size]`, one row for each chunk that samples, in their order: a view
+        Returns float32 logits `[rows, vocab_size]`, of each chunk its last `num_logits` tokens, in their order: a view
         of memory that the next step writes to. Raises ComputeFailed for token ids that are none, InternalError when
         the model is closed, TransferError when the KV memory is.
         """
@@ -135,15 +135,19 @@ class FusedModel:
     def _describe(self, chunks: Sequence[FusedChunk], layout: KvLayout, kv_address: int) -> None:
         """Write into the tables what this step computes."""
         rows = sum(len(chunk.token_ids) for chunk in chunks)
-        sampled = sum(chunk.samples for chunk in chunks)
+        sampled = sum(chunk.num_logits for chunk in chunks)
         end = max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=0)
         if end > self.max_model_len:  # there are no angles beyond it
             raise ComputeFailed(f"position {end - 1} lies beyond the {self.max_model_len} of the model")
         self._make_room(rows, sampled, end)
         spans = [(len(chunk.token_ids), chunk.start + len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
         self._attention.begin(spans, layout=layout, kv_address=kv_address)
-        last = [(1, context, ids) for chunk, (_, context, ids) in zip(chunks, spans, strict=True) if chunk.samples]
-        self._attention.begin_sampled(None if sampled == rows else last, layout=layout, kv_address=kv_address)
+        wanted = [
+            (chunk.num_logits, context, ids)
+            for chunk, (_, context, ids) in zip(chunks, spans, strict=True)
+            if chunk.num_logits
+        ]
+        self._attention.begin_sampled(None if sampled == rows else wanted, layout=layout, kv_address=kv_address)
         token_ids = self._buffers.array(StepField.TOKEN_IDS, np.int32, (rows,))
         positions = self._buffers.array(StepField.POSITIONS, np.int64, (rows,))
         sequences = self._buffers.array(StepField.SEQUENCES, np.int64, (rows,))
@@ -156,9 +160,9 @@ class FusedModel:
             positions[chosen] = chunk.start if length == 1 else np.arange(chunk.start, chunk.start + length)
             sequences[chosen] = index
             row += length
-            if chunk.samples:
-                sampled_rows[sample] = row - 1
-                sample += 1
+            last = row - 1 if chunk.num_logits == 1 else np.arange(row - chunk.num_logits, row)
+            sampled_rows[sample : sample + chunk.num_logits] = last
+            sample += chunk.num_logits
         if rows and not 0 <= token_ids.min() <= token_ids.max() < self.vocab_size:  # kernels take them for addresses
             raise ComputeFailed(f"token ids lie beyond the vocabulary of {self.vocab_size}")
         self._table[StepField.NUM_ROWS] = rows

@@ -98,7 +98,7 @@ def _fused_logits(model: FusedModel, token_ids: Sequence[int], cuts: Sequence[in
     kv = KvView.of(layout, memory)
     rows = []
     for start, end in pairwise((0, *cuts)):
-        part = FusedChunk(token_ids=token_ids[start:end], start=start, block_ids=block_ids, samples=True)
+        part = FusedChunk(token_ids=token_ids[start:end], start=start, block_ids=block_ids, num_logits=1)
         rows.append(model.forward([part], kv)[0].copy())
     memory.close()
     return np.stack(rows)

@@ -523,6 +523,7 @@ class SequenceSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     temperature: _builtins.float
@@ -555,6 +556,8 @@ class SequenceSpec(_message.Message):
     """Cached prefixes are shared only with requests of equal salt."""
     num_choices: _builtins.int
     """Continuations of the prompt, which is computed and handed over once; 0 means 1. `choice_index` is that of the first."""
+    prompt_logprobs: _builtins.int
+    """Number of alternatives with the log probability of every prompt token but the first; absent: none of them."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -594,14 +597,20 @@ class SequenceSpec(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         num_choices: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
@@ -827,6 +836,7 @@ class PrefillResponse(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
         """The first token of every choice was sampled; it may also be the last."""
@@ -835,21 +845,80 @@ class PrefillResponse(_message.Message):
     def handed_over(self) -> Global___HandedOver:
         """The decode worker has acknowledged the blocks; nothing follows."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """A step has computed a part of the prompt whose log probabilities are wanted. Parts come in order, before the
+        first token.
+        """
+
     def __init__(
         self,
         *,
         first_token: Global___FirstToken | None = ...,
         handed_over: Global___HandedOver | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_over", b"handed_over", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_over"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_over", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log probabilities of consecutive tokens of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Position of the first of them in the prompt; at least 1."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens' ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their ranks among all tokens, 1 being the most likely."""
+
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each token, equally many ids of the most likely tokens at its position, best first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "start", b"start", "token_ids", b"token_ids", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
@@ -1257,6 +1326,8 @@ class SequenceTotals(_message.Message):
     DECODE_US_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROPOSED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     queue_us: _builtins.int
@@ -1267,6 +1338,10 @@ class SequenceTotals(_message.Message):
     """Bytes of KV blocks received and verified."""
     computed_prompt_tokens: _builtins.int
     """Prompt tokens that this worker computed itself."""
+    proposed_draft_tokens: _builtins.int
+    """Tokens that were guessed ahead, to be checked together."""
+    accepted_draft_tokens: _builtins.int
+    """Those of them that were right."""
     def __init__(
         self,
         *,
@@ -1275,10 +1350,12 @@ class SequenceTotals(_message.Message):
         decode_us: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
         computed_prompt_tokens: _builtins.int = ...,
+        proposed_draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_prompt_tokens", b"computed_prompt_tokens", "decode_us", b"decode_us", "kv_bytes_received", b"kv_bytes_received", "queue_us", b"queue_us", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_us", b"decode_us", "kv_bytes_received", b"kv_bytes_received", "proposed_draft_tokens", b"proposed_draft_tokens", "queue_us", b"queue_us", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,48 @@
+"""Log probabilities of prompts as messages, made on threads, as there may be many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+from router.outbox import PromptLogprobsEvent
+from twinstage.rpc.convert_public import TokenText, prompt_logprobs_to_proto
+from twinstage.types import PromptLogprobs
+from twinstage.v1 import generation_pb2
+
+LARGE_PART = 1000  # log probabilities in a message of a stream
+
+
+async def scores_to_proto(
+    scores: Mapping[int, Sequence[PromptLogprobs]], token_text: TokenText
+) -> list[generation_pb2.PromptLogprobs]:
+    """A message for each prompt, by its index; `scores` has the parts of each in order."""
+
+    def convert() -> list[generation_pb2.PromptLogprobs]:
+        return [
+            prompt_logprobs_to_proto(
+                (token for part in parts for token in part.tokens()),
+                start=parts[0].start,
+                prompt_index=index,
+                token_text=token_text,
+            )
+            for index, parts in sorted(scores.items())
+        ]
+
+    return await asyncio.to_thread(convert) if scores else []
+
+
+async def in_parts(
+    event: PromptLogprobsEvent, token_text: TokenText
+) -> AsyncGenerator[generation_pb2.PromptLogprobs, None]:
+    """Messages of about `LARGE_PART` log probabilities."""
+    scores = event.logprobs
+    step = max(1, LARGE_PART // (1 + scores.count))
+    for first in range(0, len(scores.token_ids), step):
+        yield await asyncio.to_thread(
+            prompt_logprobs_to_proto,
+            scores.tokens(first, first + step),
+            start=scores.start + first,
+            prompt_index=event.prompt_index,
+            token_text=token_text,
+        )
