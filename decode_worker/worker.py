@@ -193,7 +193,7 @@ class DecodeWorker:
         request.lease.cancel()
         self._requests.end(request)
         self._finished += isinstance(outcome, Finished)
-        log_end(Role.DECODE, request.spec.request_id, phase=phase, outcome=outcome)
+        log_end(Role.DECODE, request.spec, phase=phase, outcome=outcome)
         if isinstance(outcome, Failed):
             self._tell(request.session, SessionFailure(request_id=request.spec.request_id, error=outcome.error))
         self._note_change()

@@ -219,7 +219,7 @@ class PrefillWorker:
             request.lifecycle.finish(outcome)
             request.events.put_nowait(None)
             self._finished += isinstance(outcome, Finished)
-            log_end(Role.PREFILL, request.spec.request_id, phase=phase, outcome=outcome)
+            log_end(Role.PREFILL, request.spec, phase=phase, outcome=outcome)
         self._free(request)
 
     def _free(self, request: PrefillRequest) -> None:

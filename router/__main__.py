@@ -12,6 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from router.admission import Admission
 from router.config import RouterSettings
@@ -19,11 +20,13 @@ from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
-from router.service import SERVICE_NAMES, add_services, right_for, update_health
+from router.quotas import Quotas
+from router.service import SERVICE_NAMES, add_services, right_for, served_methods, update_health
 from router.text_threads import TextThreads
+from router.trace import Traces
 from router.workers import WorkerTable
 from twinstage.errors import ConfigError
-from twinstage.rpc.callers import CallerInterceptor, read_callers
+from twinstage.rpc.callers import Caller, CallerInterceptor, read_callers
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.reflection import add_reflection
@@ -38,6 +41,10 @@ from twinstage.telemetry.process import (
     stop_at_once_while_starting,
 )
 from twinstage.text.template_process import TemplateProcesses
+
+if TYPE_CHECKING:
+    from router.metrics import ClusterCollector, Metrics, MetricsServer
+    from router.trace_export import TraceExporter
 
 LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
 MIN_LIVE_GENERATIONS = 16  # also while no decode worker is ready: requests of one token need none
@@ -59,7 +66,10 @@ class Router:
         self._embedding_executor = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize-inputs")
         self._text_threads = TextThreads(settings.tokenizer_threads)
         self._health = HealthService(SERVICE_NAMES)
-        self._live = LiveRequests()
+        self._exporter = self._make_exporter()
+        self._live = LiveRequests(Traces(on_end=self._exporter.add) if self._exporter is not None else None)
+        self._callers = self._read_callers()
+        self._quotas = Quotas({caller.name: caller.quota for caller in self._callers})
         self._draining = asyncio.Event()
         self._generation_gate = self._make_gate(self._max_live_generations)
         self._embedding_gate = self._make_gate(lambda: settings.max_live_requests or MAX_LIVE_EMBEDDINGS)
@@ -69,6 +79,8 @@ class Router:
             access=settings.worker_access(),
             on_change=self._workers_changed,
         )
+        self._metrics, self._collector = self._make_metrics()
+        self._metrics_server: MetricsServer | None = None
         self._server = create_server(
             self._interceptors(),
             max_receive_bytes=settings.max_message_bytes,
@@ -76,6 +88,7 @@ class Router:
             max_streams_per_connection=settings.max_streams_per_connection,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
+            observer=self._metrics,
         )
         self._add_services()
         self.port = 0
@@ -88,13 +101,34 @@ class Router:
             weights=self._settings.caller_weights,
         )
 
-    def _interceptors(self) -> list[CallerInterceptor]:
+    def _make_exporter(self) -> TraceExporter | None:
+        if not self._settings.otlp_endpoint:
+            return None
+        from router.trace_export import TraceExporter
+
+        return TraceExporter(self._settings.otlp_endpoint)
+
+    def _make_metrics(self) -> tuple[Metrics | None, ClusterCollector | None]:
+        if not self._settings.metrics_listen:
+            return None, None
+        from router.metrics import ClusterCollector, Metrics  # their library is imported only where it is wanted
+
+        metrics = Metrics(served_methods())
+        gates = {"generate": self._generation_gate, "embed": self._embedding_gate}
+        collector = ClusterCollector(gates, lambda: self.workers.entries)
+        metrics.registry.register(collector)
+        return metrics, collector
+
+    def _read_callers(self) -> tuple[Caller, ...]:
         path = self._settings.tokens_file
-        if path is None:
+        return () if path is None else read_callers(path, flag="--tokens-file")
+
+    def _interceptors(self) -> list[CallerInterceptor]:
+        if not self._callers:
             return []
         if self._credentials is None:
             logger.warning("tokens travel in the clear: pass --tls-certificate, or put TLS before this router")
-        return [CallerInterceptor(read_callers(path, flag="--tokens-file"), right_for=right_for)]
+        return [CallerInterceptor(self._callers, right_for=right_for)]
 
     def _add_services(self) -> None:
         settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate
@@ -108,6 +142,8 @@ class Router:
             deadlines=deadlines,
             policy=settings.failover_policy(),
             max_priority=settings.priority_at_most,
+            quotas=self._quotas,
+            metrics=self._metrics,
         )
         embedding = Embedding(
             workers=self.workers,
@@ -116,6 +152,7 @@ class Router:
             live=self._live,
             deadlines=deadlines,
             max_attempts=settings.failover_policy().max_attempts,
+            quotas=self._quotas,
         )
         add_services(
             self._server,
@@ -130,6 +167,7 @@ class Router:
             text_threads=self._text_threads,
             templates=templates,
             trusts_chat_templates=settings.trust_request_chat_template,
+            parsers=settings.parsers(),
         )
         self._health.attach(self._server)
         add_reflection(self._server, (*SERVICE_NAMES, HEALTH_SERVICE), ending=self._draining)
@@ -143,11 +181,25 @@ class Router:
         self._generation_gate.admit_waiting()  # whose limit may have grown
 
     async def start(self) -> None:
-        """Listen, and begin to connect to the workers. Raises ConfigError when the port is taken."""
+        """Listen, and begin to connect to the workers. Raises ConfigError when a port is taken."""
         self.port = bind(self._server, self._settings.listen, self._credentials)
+        self._start_metrics()
         self.workers.start(self._sources)
         await self._server.start()
         update_health(self._health, self.workers)
+
+    def _start_metrics(self) -> None:
+        if self._metrics is not None and self._collector is not None:
+            from router.metrics import MetricsServer
+
+            self._collector.on_loop(asyncio.get_running_loop())
+            self._metrics_server = MetricsServer(self._metrics, self._settings.metrics_listen)
+            logger.info("metrics", port=self._metrics_server.port)
+
+    @property
+    def metrics_port(self) -> int:
+        """Where metrics are served; 0 when they are not."""
+        return self._metrics_server.port if self._metrics_server is not None else 0
 
     async def run(self) -> None:
         """Serve until a signal."""
@@ -167,6 +219,11 @@ class Router:
         """End everything now. Idempotent."""
         await self._server.stop(None)
         await self.workers.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)  # a scrape may be waiting for this loop
+            self._metrics_server = None
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._embedding_executor.shutdown(wait=False, cancel_futures=True)
         self._text_threads.close()

@@ -15,6 +15,7 @@ from router.admission.answers import ParserChoice, read_reasoning_parsers, read_
 from router.discovery import WorkerSource, parse_source
 from router.failover import FailoverPolicy
 from router.limits import MAX_PRIORITY
+from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import read_shared_secrets
@@ -118,8 +119,9 @@ class RouterSettings(ProcessSettings):
     )
     tokens_file: Path | None = Field(
         default=None,
-        description="File with the callers and their tokens, a line each: name, token or sha256:DIGEST, and the rights "
-        "use, admin or use,admin. Without it everybody may call everything.",
+        description="File with the callers and their tokens, a line each: name, token or sha256:DIGEST, the rights "
+        "use, admin or use,admin, and quotas: requests=, requests-per-minute=, tokens-per-minute=. Without it "
+        "everybody may call everything.",
     )
     worker_tls: bool = Field(default=False, description="Call workers over TLS, with the CAs that gRPC trusts.")
     worker_tls_ca: Path | None = Field(
@@ -145,6 +147,16 @@ class RouterSettings(ProcessSettings):
         description="How models mark their reasoning, as PARSER for all or MODEL=PARSER for one: auto (by the chat "
         f"template), none, or one of {', '.join(REASONING_STYLES)}. Repeat the flag, or separate by commas.",
     )
+    metrics_listen: str = Field(
+        default="",
+        description="host:port of an HTTP server that tells metrics in Prometheus' format at /metrics; by default "
+        "none. It asks for no token, so let only those reach it who may know how much there is to do.",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        description="URL of a collector of traces that speaks OTLP over HTTP, such as http://collector:4318; by "
+        "default none.",
+    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="Take chat templates from clients. Each is a program; it runs in a process of its own that gets "
@@ -158,6 +170,20 @@ class RouterSettings(ProcessSettings):
     max_connection_age_grace: float = Field(
         default=3600.0, gt=0, description="Seconds that calls on such a connection get to finish."
     )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _otlp_endpoint_is_http(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("must be a URL, such as http://collector:4318")
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_listen_has_a_port(cls, value: str) -> str:
+        if value:
+            split_address(value)
+        return value
 
     @field_validator("workers", "tool_parser", "reasoning_parser", mode="before")
     @classmethod

@@ -90,6 +90,7 @@ class Continuation:
                     await self._attempt(pair, turn, trial)
                     return
                 except AttemptFailed as failed:
+                    self.tally.failed(failed.error)
                     num_tokens = sum(len(choice.token_ids) for choice in self._choices)
                     attempts.failed(failed, trial, decode=pair.decode, tokens=num_tokens)
             if num_tokens and len(self._choices) > 1 and not attempts.are_over:
@@ -178,6 +179,7 @@ class Continuation:
             resumed_token_ids=tuple(self._resumed),
             num_choices=len(self._choices),
             prompt_logprobs=None if self._delivery.has_scores else spec.prompt_logprobs,
+            traceparent=self.tally.trace.context.traceparent,
             sampling=replace(spec.sampling, choice_index=first) if first else spec.sampling,
         )
 

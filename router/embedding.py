@@ -22,6 +22,8 @@ from router.gate import Gate
 from router.generation import Deadlines, choose_request_id
 from router.live import LiveRequests
 from router.placement import Demand, Refusal, WorkerKey, place
+from router.quotas import Quotas
+from router.trace import RequestTrace
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, Draining, NoWorker, TwinstageError, WorkerLost
@@ -65,8 +67,11 @@ class EmbeddingTally:
     compute_s: float = 0.0
     retries: int = 0
     workers: set[str] = field(default_factory=set)
+    trace: RequestTrace | None = None  # none for a stream of inputs
 
     def add(self, batch: EncodedBatch, worker: str) -> None:
+        if self.trace is not None:
+            self.trace.ended_now("encode", batch.compute_s, process=worker)
         self.queue_s = max(self.queue_s, batch.queue_s)  # batches wait side by side
         self.compute_s += batch.compute_s
         self.workers.add(worker)
@@ -84,8 +89,10 @@ class Embedding:
         live: LiveRequests,
         deadlines: Deadlines,
         max_attempts: int,
+        quotas: Quotas | None = None,
     ) -> None:
-        """`max_attempts`: of each batch."""
+        """`max_attempts`: of each batch. Without `quotas` callers have none."""
+        self.quotas = quotas or Quotas()
         self._max_attempts = max_attempts
         self._workers = workers
         self._executor = executor
@@ -102,17 +109,26 @@ class Embedding:
         """Embed all inputs of one call. Raises TwinstageError."""
         started_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = self.find_model(raw.model)
-        with self._live.register(choose_request_id(raw.request_id, fallback_id, self._live)) as live:
+        request_id = choose_request_id(raw.request_id, fallback_id, self._live)
+        with (
+            self.quotas.admitted(caller) as account,
+            self._live.register(request_id) as live,
+            live.trace.failing(),
+        ):
+            live.trace.model = model.name
             try:
                 async with live.interruptible(deadline_s):
-                    return await self._embed(
+                    result = await self._embed(
                         raw,
                         model,
                         caller=caller,
-                        request_id=live.request_id,
+                        trace=live.trace,
                         started_s=started_s,
                         deadline_s=deadline_s,
                     )
+                if account is not None:
+                    account.use_tokens(result.usage.prompt_tokens)
+                return result
             except TimeoutError:
                 if live.aborted:
                     raise Cancelled("an operator ended the request") from None
@@ -124,19 +140,21 @@ class Embedding:
         model: ServedModel,
         *,
         caller: str,
-        request_id: str,
+        trace: RequestTrace,
         started_s: float,
         deadline_s: float,
     ) -> EmbeddingResult:
         kind = (model.name, len(raw.inputs).bit_length())
         async with self._gate.permit(deadline_s=deadline_s, caller=caller, kind=kind) as waited_s:
+            trace.ended_now("queue", waited_s)
             tokenizing_s = time.monotonic()
             inputs = await self.admit(raw, model)
             tokenize_s = time.monotonic() - tokenizing_s
-            tally = EmbeddingTally()
-            vectors = await self.encode(inputs, model, request_id=request_id, deadline_s=deadline_s, tally=tally)
+            trace.ended_now("tokenize", tokenize_s)
+            tally = EmbeddingTally(trace=trace)
+            vectors = await self.encode(inputs, model, request_id=trace.request_id, deadline_s=deadline_s, tally=tally)
         return EmbeddingResult(
-            request_id=request_id,
+            request_id=trace.request_id,
             model=model.name,
             vectors=tuple(vectors),
             usage=Usage(prompt_tokens=sum(vector.prompt_tokens for vector in vectors), completion_tokens=0),

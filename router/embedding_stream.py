@@ -110,17 +110,25 @@ class EmbeddingStream:
             permit = self._gate.permit(
                 deadline_s=deadline_s, caller=self._caller, kind=("stream", len(batch).bit_length())
             )
-            async with asyncio.timeout_at(deadline_s), permit:
-                admitted: list[tuple[_Waiting, AdmittedInput]] = []
-                for waiting in batch:
-                    try:
-                        admitted.append((waiting, await self._admit(waiting.request)))
-                    except TwinstageError as error:
-                        waiting.result.set_result(error)
-                if admitted:
-                    await self._encode(admitted, deadline_s=deadline_s)
+            with self._embedding.quotas.admitted(self._caller) as account:
+                async with asyncio.timeout_at(deadline_s), permit:
+                    admitted = await self._admit_all(batch)
+                    if admitted:
+                        await self._encode(admitted, deadline_s=deadline_s)
+                if account is not None:
+                    account.use_tokens(sum(len(entry.token_ids) for _, entry in admitted))
         except TimeoutError:
             raise DeadlineExceeded("the deadline of the input is over") from None
+
+    async def _admit_all(self, batch: list[_Waiting]) -> list[tuple[_Waiting, AdmittedInput]]:
+        """Those that can be encoded; the others have their error as a result."""
+        admitted: list[tuple[_Waiting, AdmittedInput]] = []
+        for waiting in batch:
+            try:
+                admitted.append((waiting, await self._admit(waiting.request)))
+            except TwinstageError as error:
+                waiting.result.set_result(error)
+        return admitted
 
     async def _admit(self, request: StreamRequest) -> AdmittedInput:
         if isinstance(request, TwinstageError):

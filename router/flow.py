@@ -87,7 +87,7 @@ class Flow:
             for index in range(request.spec.num_choices)
         ]
         attempts = Attempts(policy, request_id=request.spec.request_id)
-        self._whole = self._continuation(self._choices, attempts, Tally(request, queue_s))
+        self._whole = self._continuation(self._choices, attempts, Tally(request, queue_s, live.trace))
         self._parts: list[Continuation] = []  # of choices that go on apart
 
     async def run(self) -> Report:

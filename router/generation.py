@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from router.admission import Admission, check_fields, kind_of
 from router.catalog import find_model
@@ -21,10 +23,12 @@ from router.flow import Flow
 from router.gate import Gate
 from router.limits import MAX_PRIORITY
 from router.live import LiveRequest, LiveRequests
-from router.outbox import Outbox, PromptEvent, SummaryEvent
+from router.outbox import DeltaEvent, Event, Outbox, PromptEvent, SummaryEvent
 from router.prompt_scores import check_unary_size
+from router.quotas import Account, Quotas
 from router.tally import report_of_batch
 from router.together import run_together
+from router.trace import reason_of
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, Unavailable
@@ -70,8 +74,15 @@ class Generation:
         deadlines: Deadlines,
         policy: FailoverPolicy,
         max_priority: int = MAX_PRIORITY,
+        quotas: Quotas | None = None,
+        metrics: RequestMetrics | None = None,
     ) -> None:
-        """`max_priority`: levels that a priority counts at most, up or down, here and at the workers."""
+        """`max_priority`: levels that a priority counts at most, up or down, here and at the workers.
+
+        Without `quotas` callers have none, and without `metrics` nothing is measured.
+        """
+        self._quotas = quotas or Quotas()
+        self._metrics = metrics
         self._workers = workers
         self._admission = admission
         self._gate = gate
@@ -100,7 +111,9 @@ class Generation:
         model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
         check_fields(raw, model)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
-        with self._live.register(choose_request_id(raw.request_id, fallback_id, self._live)) as live:
+        request_id = choose_request_id(raw.request_id, fallback_id, self._live)
+        with self._quotas.admitted(caller) as account, self._live.register(request_id) as live:
+            live.trace.model = model.name
             call = _Call(
                 raw=raw,
                 caller=caller,
@@ -110,13 +123,21 @@ class Generation:
                 deadline_s=deadline_s,
                 is_streamed=is_streamed,
             )
-            outbox = Outbox()
+            outbox = Outbox(*self._watchers(model, arrived_s, account))
             task = asyncio.create_task(self._run(call, outbox), name=f"request {live.request_id}")
             try:
                 yield OpenCall(request_id=live.request_id, model=model, outbox=outbox)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    def _watchers(
+        self, model: ServedModel, arrived_s: float, account: Account | None
+    ) -> Iterator[Callable[[Event], None]]:
+        if self._metrics is not None:
+            yield self._metrics.watch(model.name, arrived_s)
+        if account is not None:
+            yield partial(_charge, account)
 
     async def _run(self, call: _Call, outbox: Outbox) -> None:
         """Run one request; everything it raises goes to its client by way of the outbox."""
@@ -127,9 +148,11 @@ class Generation:
             except TimeoutError:
                 raise DeadlineExceeded("the request's deadline is over") from None
         except asyncio.CancelledError:  # by `open`, whose reader has gone; or by a bug, whose reader must not wait
+            call.live.trace.error_reason = Cancelled.reason
             outbox.close(Unavailable("the router stopped working on the request; try again"))
             raise
         except Exception as error:  # the outermost frame of this task; the call's handler re-raises it
+            call.live.trace.error_reason = reason_of(error)
             outbox.close(error)
         else:
             outbox.close()
@@ -145,7 +168,9 @@ class Generation:
                         kind=kind_of(call.raw, call.model),
                     )
                     queue_s = await stack.enter_async_context(permit)
+                    call.live.trace.ended_now("queue", queue_s)
                     requests = await self._admit(call)
+                    call.live.trace.ended_now("tokenize", sum(request.tokenize_s for request in requests))
             except TimeoutError:
                 if not call.live.aborted:
                     raise
@@ -202,6 +227,21 @@ class _Call:
     arrived_s: float
     deadline_s: float
     is_streamed: bool
+
+
+class RequestMetrics(Protocol):
+    """Who measures requests."""
+
+    def watch(self, model: str, arrived_s: float) -> Callable[[Event], None]:
+        """What is told of each event of a request to `model` that arrived then."""
+
+
+def _charge(account: Account, event: Event) -> None:
+    """Count the tokens of prompt and answer as the client gets them."""
+    if isinstance(event, PromptEvent):
+        account.use_tokens(event.prompt_tokens)
+    elif isinstance(event, DeltaEvent):
+        account.use_tokens(len(event.tokens))
 
 
 def choose_request_id(asked: str, fallback: str, live: LiveRequests) -> str:

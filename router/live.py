@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
+from router.trace import RequestTrace, Traces
 from twinstage.errors import AlreadyExists, NotFound
 
 
 class LiveRequest:
     """One request in progress, and the switch that ends it softly."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, trace: RequestTrace) -> None:
+        self.request_id = trace.request_id
+        self.trace = trace
         self.aborted = False
         self._scopes: set[asyncio.Timeout] = set()
 
@@ -36,9 +38,10 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """All requests in progress."""
+    """All requests in progress, and the traces of these and of the last ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces | None = None) -> None:
+        self.traces = traces or Traces()
         self._requests: dict[str, LiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,13 +61,14 @@ class LiveRequests:
                 resource_type="request",
                 resource_name=request_id,
             )
-        live = LiveRequest(request_id)
+        live = LiveRequest(self.traces.begin(request_id))
         self._requests[request_id] = live
         self._idle.clear()
         try:
             yield live
         finally:
             del self._requests[request_id]
+            self.traces.end(live.trace)
             if not self._requests:
                 self._idle.set()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from twinstage.types import AnswerFormat, Finish, Placement, ProducedToken, PromptLogprobs, Timing, Usage
@@ -64,7 +64,9 @@ Event = PromptEvent | PromptLogprobsEvent | DeltaEvent | FinishEvent | SummaryEv
 class Outbox:
     """Events for one reader, who takes them with `events()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *watchers: Callable[[Event], None]) -> None:
+        """`watchers` are told of each event as it is put."""
+        self._watchers = watchers
         self._pending: deque[Event] = deque()
         self._news = asyncio.Event()
         self._opened = False
@@ -83,6 +85,8 @@ class Outbox:
             self.put(event)
 
     def put(self, event: Event) -> None:
+        for watch in self._watchers:
+            watch(event)
         self._pending.append(event)
         self._news.set()
 

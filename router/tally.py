@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from router.trace import ROUTER, RequestTrace
+from twinstage.errors import TwinstageError
 from twinstage.rpc.clients import FirstTokenEvent, HandedOverEvent, SequenceTotals
 from twinstage.types import AdmittedRequest, Placement, Timing, Usage
 
@@ -16,6 +18,7 @@ class Tally:
 
     request: AdmittedRequest
     queue_s: float
+    trace: RequestTrace
     prefill_s: float = 0.0
     kv_transfer_s: float = 0.0
     decode_s: float = 0.0
@@ -25,20 +28,41 @@ class Tally:
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     placement: Placement = field(default_factory=Placement)
+    placed_s: float = 0.0
 
     def placed(self, *, prefill_worker: str, decode_worker: str, retries: int) -> None:
         """A new attempt begins; it is the one that the placement tells of."""
         self._stop_decoding()
+        self.placed_s = time.monotonic()
         self.placement = Placement(prefill_worker=prefill_worker, decode_worker=decode_worker, retries=retries)
+
+    def failed(self, error: TwinstageError) -> None:
+        """The attempt failed, and the request goes on elsewhere or not at all."""
+        self._stop_decoding()
+        self.trace.ended_now(
+            "attempt", time.monotonic() - self.placed_s, attempt=self._attempt, error=f"{error.reason}: {error}"
+        )
+
+    @property
+    def _attempt(self) -> int:
+        return self.placement.retries + 1
+
+    def _span(self, name: str, duration_s: float, *, process: str, ago_s: float = 0.0) -> None:
+        self.trace.ended_now(name, duration_s, process=process, attempt=self._attempt, ago_s=ago_s)
 
     def reserved(self, queue_s: float) -> None:
         self.queue_s += queue_s
+        self._span("reserve", queue_s, process=self.placement.decode_worker)
 
     def prefilled(self, event: FirstTokenEvent) -> None:
         self.queue_s += event.queue_s
         self.prefill_s += event.prefill_s
+        worker = self.placement.prefill_worker
+        self._span("prefill_queue", event.queue_s, process=worker, ago_s=event.prefill_s)
+        self._span("prefill", event.prefill_s, process=worker)
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
+            self._span("first_token", 0.0, process=ROUTER)
             # Of the prompt as the client sent it. A replay finds there what this very request left behind.
             self.cached_prompt_tokens = event.cached_prompt_tokens
 
@@ -48,6 +72,7 @@ class Tally:
 
     def handed_over(self, event: HandedOverEvent) -> None:
         self.kv_transfer_s += event.transfer_s
+        self._span("kv_transfer", event.transfer_s, process=self.placement.prefill_worker)
         self.placement = replace(self.placement, transport=event.transport, kv_bytes=event.kv_bytes)
         self.decoding_since_s = time.monotonic()
 
@@ -58,6 +83,9 @@ class Tally:
         self.decode_s += totals.decode_s
         self.proposed_draft_tokens += totals.proposed_draft_tokens
         self.accepted_draft_tokens += totals.accepted_draft_tokens
+        worker = self.placement.decode_worker
+        self._span("decode_queue", totals.queue_s, process=worker, ago_s=totals.decode_s)
+        self._span("decode", totals.decode_s, process=worker)
         self.placement = replace(
             self.placement,
             kv_bytes=totals.kv_bytes_received,
@@ -67,8 +95,10 @@ class Tally:
     def _stop_decoding(self) -> None:
         """A decode that was cut short (stop string, time limit, loss) sends no account; count what was seen of it."""
         if self.decoding_since_s is not None:
-            self.decode_s += time.monotonic() - self.decoding_since_s
+            seen_s = time.monotonic() - self.decoding_since_s
+            self.decode_s += seen_s
             self.decoding_since_s = None
+            self._span("decode", seen_s, process=self.placement.decode_worker)
 
     def continued(self) -> Tally:
         """That of a part of the request that goes on by itself: what was spent on all was spent on it."""

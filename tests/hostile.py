@@ -111,6 +111,16 @@ def odd_frames() -> Iterator[bytes]:
     yield _BEGINNING + _frame(_CONTINUATION, _END_HEADERS, 7, b"") + _frame(_WINDOW_UPDATE, 0, 0, bytes(4))
 
 
+def pings(count: int) -> bytes:
+    """So many signs of life of an HTTP/2 client."""
+    return _frame(_PING, 0, 0, b"12345678") * count
+
+
+def beginning() -> bytes:
+    """The beginning of an HTTP/2 connection."""
+    return _BEGINNING
+
+
 def broken_messages() -> Iterator[bytes]:
     """A call whose message is compressed by nothing known, then one that promises 4 GiB."""
     call = _BEGINNING + _frame(_HEADERS, _END_HEADERS, 1, _CALL)

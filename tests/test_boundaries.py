@@ -56,6 +56,17 @@ def test_grpc_and_protobuf_stay_at_the_door() -> None:
     assert not offenders, "\n".join(offenders)
 
 
+def test_nobody_forks() -> None:
+    """A fork of a process with threads and gRPC hangs sooner or later; processes are started anew."""
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in _sources("twinstage", *ROLES)
+        if any(module.split(".")[0] == "multiprocessing" for module in _imported_modules(path))
+        or "os.fork" in path.read_text(encoding="utf-8")
+    ]
+    assert not offenders
+
+
 @pytest.mark.parametrize(
     "module",
     [

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 
 from rpc_service import KINDS, SERVICE, Service, failing_with, serving
 from twinstage.errors import IntegrityError, InvalidRequest, KvExhausted, StreamBroken, Unavailable
-from twinstage.rpc.interceptors import ErrorInterceptor, current_request_id
+from twinstage.rpc.call_context import current_request_id
+from twinstage.rpc.interceptors import ErrorInterceptor
 from twinstage.rpc.status import error_from_rpc
 from twinstage.v1.generation_pb2 import GenerateRequest
 

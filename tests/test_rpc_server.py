@@ -16,6 +16,7 @@ import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from hostile import beginning, pings
 from rpc_service import SERVICE, serving
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import HealthService
@@ -215,3 +216,29 @@ async def test_a_drain_that_fails_still_stops_the_server() -> None:
             await asyncio.wait_for(run, 5)
         with pytest.raises(grpc.aio.AioRpcError):
             await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"", timeout=5)
+
+
+async def test_clients_may_ask_for_signs_of_life_but_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the server's setting, gRPC allows a ping in five minutes, and clients that watch a stream are cut off."""
+    monkeypatch.setattr("twinstage.rpc.server.MIN_CLIENT_PING_INTERVAL_S", 0.1)
+    server = create_server()
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(beginning())
+        for _ in range(5):
+            writer.write(pings(1))
+            await asyncio.sleep(0.15)
+        assert not reader.at_eof()
+        received = await reader.read(65536)
+        assert b"too_many_pings" not in received
+        writer.write(pings(10))
+        async with asyncio.timeout(10):
+            while b"too_many_pings" not in received:
+                more = await reader.read(65536)
+                assert more, "hung up without a word"
+                received += more
+    finally:
+        writer.close()
+        await server.stop(None)

@@ -9,7 +9,8 @@
     ├── TaskNotSupported           the model cannot do this
     ├── Unimplemented              this version cannot do this
     ├── Overloaded                 full; try again later
-    │   └── KvExhausted            no free KV blocks
+    │   ├── KvExhausted            no free KV blocks
+    │   └── QuotaExceeded          the caller has used up what it may
     ├── Unavailable                nobody can serve this now
     │   ├── NoWorker               no worker for the model is ready
     │   ├── Draining               the worker or the router takes nothing new
@@ -130,6 +131,12 @@ class KvExhausted(Overloaded):
     """No free KV blocks."""
 
     reason = "KV_EXHAUSTED"
+
+
+class QuotaExceeded(Overloaded):
+    """The caller has used up what it may."""
+
+    reason = "QUOTA_EXCEEDED"
 
 
 class Unavailable(TwinstageError):

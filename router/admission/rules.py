@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from router.admission.capabilities import check_capabilities
 from router.admission.conversations import check_conversation
 from router.admission.defaults import resolve_max_tokens
 from router.limits import (
@@ -18,7 +19,6 @@ from router.limits import (
 )
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
-from twinstage.errors import Unimplemented
 from twinstage.types import (
     BatchPrompt,
     ChatPrompt,
@@ -29,7 +29,6 @@ from twinstage.types import (
     RawStopping,
     TextPrompt,
     TokenPrompt,
-    ToolChoiceMode,
 )
 
 
@@ -50,20 +49,7 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     violations.check_number("output.logprobs", raw.output.logprobs, low=0, high=MAX_LOGPROBS)
     violations.check_number("output.prompt_logprobs", raw.output.prompt_logprobs, low=0, high=MAX_LOGPROBS)
     violations.raise_any()
-    _refuse_unimplemented(raw)
-
-
-def _refuse_unimplemented(raw: RawGenerationRequest) -> None:
-    asked = {
-        "structured_output": raw.has_structured_output,
-    }
-    if isinstance(raw.prompt, ChatPrompt) and raw.prompt.tool_choice is not None:
-        forced = raw.prompt.tool_choice.mode
-        asked["tool_choice.mode required"] = forced is ToolChoiceMode.REQUIRED
-        asked["tool_choice.function"] = forced is ToolChoiceMode.NAMED
-    missing = [field for field, is_asked in asked.items() if is_asked]
-    if missing:
-        raise Unimplemented(f"this version does not implement {', '.join(missing)}; leave it out")
+    check_capabilities(raw, model)
 
 
 def _check_prompt(violations: Violations, prompt: Prompt | None, model: ServedModel) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
+from google.protobuf import descriptor_pool
 
+from router.admission.answers import ParserChoice
 from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
@@ -30,7 +32,9 @@ TOKENIZER_SERVICE = "twinstage.v1.TokenizerService"
 MODEL_SERVICE = "twinstage.v1.ModelService"
 ADMIN_SERVICE = "twinstage.v1.AdminService"
 # What only looks; whatever else AdminService has, or gets, changes something for others.
-ADMIN_READS = frozenset(f"/{ADMIN_SERVICE}/{method}" for method in ("GetServerInfo", "ListWorkers"))
+ADMIN_READS = frozenset(
+    f"/{ADMIN_SERVICE}/{method}" for method in ("GetServerInfo", "ListWorkers", "GetLoad", "WatchLoad", "GetTrace")
+)
 SERVICE_NAMES = (GENERATION_SERVICE, EMBEDDING_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 
@@ -48,6 +52,7 @@ def add_services(
     text_threads: TextThreads,
     templates: TemplateProcesses,
     trusts_chat_templates: bool,
+    parsers: ParserChoice,
 ) -> None:
     """Put every public service on a server that has not been started. At `draining`, streams of inputs end."""
     door = Door(trusts_chat_templates=trusts_chat_templates)
@@ -58,8 +63,19 @@ def add_services(
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
         TokenizerServicer(workers, door=door, threads=text_threads, templates=templates), server
     )
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(workers, live, gate=generation_gate), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(workers, parsers), server)
+    admin = AdminServicer(
+        workers, live, generation_gate=generation_gate, embedding_gate=embedding_gate, draining=draining
+    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+
+
+def served_methods() -> frozenset[str]:
+    """Every method of the public services, as "/package.Service/Method"."""
+    pool = descriptor_pool.Default()
+    return frozenset(
+        f"/{name}/{method.name}" for name in SERVICE_NAMES for method in pool.FindServiceByName(name).methods
+    )
 
 
 def right_for(method: str) -> Right:

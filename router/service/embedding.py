@@ -15,6 +15,7 @@ from router.generation import Deadlines
 from router.service.context import caller_of, seconds_left
 from router.service.door import check_embed, check_encode, check_encode_stream
 from twinstage.errors import TwinstageError
+from twinstage.rpc.call_context import current_request_id
 from twinstage.rpc.convert_public import (
     embed_request_from_proto,
     embedding_to_proto,
@@ -25,7 +26,6 @@ from twinstage.rpc.convert_public import (
     usage_to_proto,
 )
 from twinstage.rpc.endless import until_ending
-from twinstage.rpc.interceptors import current_request_id
 from twinstage.rpc.status import error_to_status
 from twinstage.types import EmbeddingFormat, RawEncodeRequest
 from twinstage.v1 import embedding_pb2, embedding_pb2_grpc

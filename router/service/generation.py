@@ -16,6 +16,7 @@ from router.service.context import caller_of, seconds_left
 from router.service.door import Door
 from router.service.scores import in_parts, scores_to_proto
 from twinstage.errors import InternalError
+from twinstage.rpc.call_context import current_request_id
 from twinstage.rpc.convert_public import (
     chat_request_from_proto,
     chat_result_to_proto,
@@ -29,7 +30,6 @@ from twinstage.rpc.convert_public import (
     timing_to_proto,
     usage_to_proto,
 )
-from twinstage.rpc.interceptors import current_request_id
 from twinstage.text.answers.joining import MessageJoiner
 from twinstage.types import ChatMessage, Finish, ProducedToken, PromptLogprobs, RawGenerationRequest
 from twinstage.v1 import generation_pb2, generation_pb2_grpc

@@ -27,6 +27,14 @@ class WorkerSettings(ProcessSettings):
         description="The model: a local directory, a Hub id (org/name), a .gguf file, 'demo' or 'demo-embedding'.",
     )
     revision: str | None = Field(default=None, description="Revision of a Hub model; used as it is.")
+    tokenizer: Path | None = Field(
+        default=None,
+        description="Directory with the tokenizer (tokenizer.json, chat template) to use instead of the model's own.",
+    )
+    tokenizer_mode: Literal["auto", "slow"] = Field(
+        default="auto",
+        description="auto reads tokenizer.json; slow, a tokenizer of Transformers in Python, is refused: convert it.",
+    )
     served_model_name: str | None = Field(
         default=None,
         description="Name by which requests choose the model; by default derived from the model reference.",
@@ -106,6 +114,16 @@ class WorkerSettings(ProcessSettings):
         if not names or len(set(names)) != len(names) or not set(names) <= set(KNOWN_TRANSPORTS):
             raise ValueError(f"must be one or several of {', '.join(KNOWN_TRANSPORTS)}, separated by commas")
         return ",".join(names)
+
+    @field_validator("tokenizer_mode")
+    @classmethod
+    def _tokenizer_is_a_file(cls, value: str) -> str:
+        if value == "slow":
+            raise ValueError(
+                "the router has no Transformers to run such a tokenizer; write its tokenizer.json with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...), and pass --tokenizer"
+            )
+        return value
 
     @field_validator("cpus")
     @classmethod

@@ -1,10 +1,11 @@
 """Who calls, and what they may: bearer tokens, checked before anything else of a call is looked at.
 
-A file has a caller a line: a name, the token or its SHA-256, and the rights, of which `use` is the default.
+A file has a caller a line: a name, the token or its SHA-256, the rights, of which `use` is the default, and quotas.
 
-    # caller     token                                   rights
+    # caller     token                                   rights, quotas
     search       nR4kYc8J1bZQ0m2t
     operations   sha256:9f86d081884c7d659a2feaa0c55ad0…   use,admin
+    batch        Wq2mT7xV0kS9aL4e                        requests=8 requests-per-minute=60 tokens-per-minute=20000
 
 Tokens are kept and compared as digests, in a time that does not depend on them, and never appear in a log or an error.
 Health checks and reflection are for everybody.
@@ -50,12 +51,31 @@ class Right(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """The most that a caller may have; None is no limit."""
+
+    requests: int | None = None  # in progress at once
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers
+
+    @property
+    def limits(self) -> bool:
+        """Whether it limits anything."""
+        return self != NO_QUOTA
+
+
+NO_QUOTA = Quota()
+_QUOTA_FIELDS = {"requests", "requests_per_minute", "tokens_per_minute"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Somebody with a token, of which only the SHA-256 is kept."""
 
     name: str
     digest: bytes = field(repr=False)
     rights: frozenset[Right] = frozenset({Right.USE})
+    quota: Quota = NO_QUOTA
 
 
 def current_caller() -> str:
@@ -105,8 +125,9 @@ def _lines(path: Path, flag: str) -> list[str]:
 
 
 def _read_caller(words: Sequence[str]) -> Caller:
-    if not 2 <= len(words) <= 3:
-        raise ValueError("needs a name, a token and, if they are others than 'use', the rights")
+    rights = [word for word in words[2:] if "=" not in word]
+    if len(words) < 2 or len(rights) > 1:
+        raise ValueError("needs a name, a token and, if they are others than 'use', the rights; then quotas")
     name, token = words[0], words[1]
     if not _NAME.fullmatch(name):
         raise ValueError("a name is 1 to 64 letters, digits, or any of . _ @ -")
@@ -118,10 +139,22 @@ def _read_caller(words: Sequence[str]) -> Caller:
         digest = _digest(token)
     else:
         raise ValueError(f"a token has at least {MIN_TOKEN_CHARACTERS} visible ASCII characters")
-    rights = words[2].split(",") if len(words) == 3 else [Right.USE]
-    if not set(rights) <= set(Right):
+    allowed = rights[0].split(",") if rights else [Right.USE]
+    if not set(allowed) <= set(Right):
         raise ValueError(f"rights are {' and '.join(Right)}, separated by a comma")
-    return Caller(name=name, digest=digest, rights=frozenset(map(Right, rights)))
+    quota = _read_quota([word for word in words[2:] if "=" in word])
+    return Caller(name=name, digest=digest, rights=frozenset(map(Right, allowed)), quota=quota)
+
+
+def _read_quota(words: Sequence[str]) -> Quota:
+    limits: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        field_name = name.replace("-", "_")
+        if field_name not in _QUOTA_FIELDS or field_name in limits or not number.isdecimal() or int(number) < 1:
+            raise ValueError("quotas are requests=, requests-per-minute= and tokens-per-minute= with a number above 0")
+        limits[field_name] = int(number)
+    return Quota(**limits)
 
 
 def _is_token(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from twinstage.types import ModelDescription, Role, Task, WorkerDescription, WorkerLoad
 from twinstage.v1 import admin_pb2, model_pb2
 
@@ -10,8 +12,15 @@ _ROLE_TO_PROTO = {Role.PREFILL: admin_pb2.WORKER_ROLE_PREFILL, Role.DECODE: admi
 
 
 def model_to_proto(
-    model: ModelDescription, *, prefill_workers: int, decode_workers: int, ready: bool, deterministic: bool
+    model: ModelDescription,
+    *,
+    prefill_workers: int,
+    decode_workers: int,
+    ready: bool,
+    deterministic: bool,
+    capabilities: Iterable[str] = (),
 ) -> model_pb2.Model:
+    """`capabilities` are names of ModelCapability in small letters."""
     return model_pb2.Model(
         name=model.name,
         task=_TASK_TO_PROTO[model.task],
@@ -23,6 +32,9 @@ def model_to_proto(
         decode_workers=decode_workers,
         ready=ready,
         deterministic=deterministic,
+        capabilities=sorted(
+            model_pb2.ModelCapability.Value(f"MODEL_CAPABILITY_{name.upper()}") for name in capabilities
+        ),
     )
 
 

@@ -66,6 +66,7 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         cache_salt=spec.cache_salt,
         num_choices=spec.num_choices,
         prompt_logprobs=spec.prompt_logprobs,
+        traceparent=spec.traceparent,
     )
 
 
@@ -94,6 +95,7 @@ def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         cache_salt=message.cache_salt,
         num_choices=message.num_choices or 1,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        traceparent=message.traceparent,
     )
 
 

@@ -6,8 +6,7 @@
     CancelledError, client waiting      UNAVAILABLE (grpc.aio would leave the client waiting for its deadline)
     a request that cannot be decoded    INVALID_ARGUMENT (grpc.aio would answer UNKNOWN with the exception's text)
 
-It also gives each call a request id, which `current_request_id()` answers anywhere below the handler, and which is
-bound to the log: the request's own `request_id` field, else the metadata key `x-request-id`, else a new one.
+It also gives each call a request id and a trace (`call_context`).
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import uuid
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import grpc
-import structlog
 
 from twinstage.errors import (
     FieldViolation,
@@ -34,16 +31,14 @@ from twinstage.errors import (
     Unavailable,
     Unimplemented,
 )
+from twinstage.rpc.call_context import current_request_id, enter_call
 from twinstage.rpc.status import code_of, error_to_status
 from twinstage.telemetry.log import get_logger
 
-REQUEST_ID_METADATA_KEY = "x-request-id"
-MAX_REQUEST_ID_LENGTH = 128
 WRITE_TIMEOUT_S = 60.0  # in which a client has to take a message of a stream, or some of what is before it
 LAST_WORD_S = 2.0  # for the status of a call whose client takes nothing; then the call is dropped
 
 logger = get_logger(__name__)
-_request_id: ContextVar[str] = ContextVar("twinstage_request_id", default="")
 
 if TYPE_CHECKING:  # generic for the type checker only
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -53,9 +48,11 @@ else:
     ServerInterceptor = grpc.aio.ServerInterceptor
 
 
-def current_request_id() -> str:
-    """The id of the request that the present task serves; empty outside of a call."""
-    return _request_id.get()
+class CallObserver(Protocol):
+    """Who wants to know of every call."""
+
+    def handled(self, method: str, code: str, seconds: float) -> None:
+        """A call of "/package.Service/Method" has ended, with a gRPC code by name."""
 
 
 class ErrorInterceptor(ServerInterceptor):
@@ -65,6 +62,10 @@ class ErrorInterceptor(ServerInterceptor):
     sent, on every path, so what it holds is freed when the client learns the outcome.
     """
 
+    def __init__(self, observer: CallObserver | None = None) -> None:
+        """`observer` is told of every call."""
+        self._observer = observer
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -73,9 +74,9 @@ class ErrorInterceptor(ServerInterceptor):
         try:
             handler = await continuation(handler_call_details)
         except Exception as error:  # an inner interceptor refused the call, or failed: an outermost boundary
-            return _refusing(error, handler_call_details.method)
+            return _refusing(error, handler_call_details.method, self._observer)
         # grpc.aio answers UNIMPLEMENTED by itself when nothing serves the method.
-        return handler if handler is None else _guarded(handler, handler_call_details.method)
+        return handler if handler is None else _guarded(handler, handler_call_details.method, self._observer)
 
 
 # --- wrapping -------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class _Undecodable:
     description: str
 
 
-def _guarded(handler: Handler, method: str) -> Handler:
+def _guarded(handler: Handler, method: str, observer: CallObserver | None) -> Handler:
     """A handler of the same kind around `handler`."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     assert behaviour is not None, f"{method} has no behaviour"
@@ -97,6 +98,7 @@ def _guarded(handler: Handler, method: str) -> Handler:
         behaviour=behaviour,
         request_streaming=handler.request_streaming,
         serialize=handler.response_serializer or bytes,
+        observer=observer,
     )
     return _make_handler(
         call.answer_stream if handler.response_streaming else call.answer_once,
@@ -107,13 +109,13 @@ def _guarded(handler: Handler, method: str) -> Handler:
     )
 
 
-def _refusing(error: Exception, method: str) -> Handler:
+def _refusing(error: Exception, method: str, observer: CallObserver | None) -> Handler:
     """A handler that fails with `error`; on the wire it fits every kind of method."""
 
     async def refuse(requests: object, context: Context) -> None:
         raise error
 
-    call = _Call(method=method, behaviour=refuse, request_streaming=True, serialize=bytes)
+    call = _Call(method=method, behaviour=refuse, request_streaming=True, serialize=bytes, observer=observer)
     return _make_handler(
         call.answer_stream,
         request_streaming=True,
@@ -173,6 +175,7 @@ class _Call:
     behaviour: Callable[[Any, Any], Any]
     request_streaming: bool
     serialize: Callable[[Any], bytes]
+    observer: CallObserver | None
 
     async def answer_once(self, request: Any, context: Context) -> bytes:
         """Behaviour of a method with one response."""
@@ -206,9 +209,22 @@ class _Call:
         return _checked_stream(request) if self.request_streaming else _checked_message(request)
 
     async def _run(self, answer: Callable[[], Awaitable[Any]], request: Any, context: Context) -> Any:
-        request_id = _choose_request_id(request, context)
-        _request_id.set(request_id)
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+        enter_call(request, context)
+        if self.observer is None:
+            return await self._guard(answer, context)
+        started_s, code = time.monotonic(), grpc.StatusCode.CANCELLED
+        try:
+            answered = await self._guard(answer, context)
+            code = grpc.StatusCode.OK
+            return answered
+        except grpc.aio.AbortError:
+            code = status_code(context.code())
+            raise
+        finally:
+            self.observer.handled(self.method, code.name, time.monotonic() - started_s)
+
+    async def _guard(self, answer: Callable[[], Awaitable[Any]], context: Context) -> Any:
+        """What `answer` returns. Raises AbortError when the client was told of a failure, or CancelledError."""
         try:
             return await answer()
         except grpc.aio.AbortError:
@@ -259,6 +275,11 @@ class _Call:
             raise asyncio.CancelledError from None
 
 
+def status_code(code: Any) -> grpc.StatusCode:
+    """The code that a call was ended with, which the core keeps as a number."""
+    return next((known for known in grpc.StatusCode if code in (known, known.value[0])), grpc.StatusCode.UNKNOWN)
+
+
 async def _write(context: Context, message: bytes) -> None:
     """Send a message of a stream. Raises Overloaded when the client takes nothing: what it is owed would pile up."""
     try:
@@ -277,20 +298,3 @@ def _checked_message(request: Any) -> Any:
 async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         yield _checked_message(request)
-
-
-def _choose_request_id(request: Any, context: Context) -> str:
-    """The caller's id if it is one that may be logged and sent back, else a new one."""
-    candidates = [getattr(request, "request_id", "")]
-    candidates += [value for key, value in context.invocation_metadata() or () if key == REQUEST_ID_METADATA_KEY]
-    return next((candidate for candidate in candidates if is_request_id(candidate)), uuid.uuid4().hex)
-
-
-def is_request_id(candidate: object) -> bool:
-    """Whether this is 1 to 128 printable ASCII characters."""
-    return (
-        isinstance(candidate, str)
-        and 0 < len(candidate) <= MAX_REQUEST_ID_LENGTH
-        and candidate.isascii()
-        and candidate.isprintable()
-    )

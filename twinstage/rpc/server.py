@@ -29,7 +29,7 @@ import grpc
 from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import HealthService
-from twinstage.rpc.interceptors import ErrorInterceptor
+from twinstage.rpc.interceptors import CallObserver, ErrorInterceptor
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.telemetry.log import get_logger
 from twinstage.telemetry.process import STOP_SIGNALS, end_at_next_signal, end_now
@@ -70,6 +70,7 @@ def create_server(
     max_connection_age_s: float | None = None,
     max_connection_age_grace_s: float = 3600.0,
     keepalive: Keepalive | None = None,
+    observer: CallObserver | None = None,
 ) -> grpc.aio.Server:
     """A server that is not bound yet, with ErrorInterceptor outermost.
 
@@ -78,9 +79,9 @@ def create_server(
 
     `max_connection_age_s` makes clients connect anew from time to time, so that load spreads over new replicas; calls
     that still run `max_connection_age_grace_s` later are cut off. None keeps connections for ever, which the sessions
-    between routers and workers need.
+    between routers and workers need. `observer` is told of every call.
     """
-    outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor()]
+    outermost = [] if any(isinstance(item, ErrorInterceptor) for item in interceptors) else [ErrorInterceptor(observer)]
     options = _options(max_receive_bytes, max_send_bytes, keepalive or Keepalive())
     if max_connections is not None:
         options.append(("grpc.max_allowed_incoming_connections", max_connections))

@@ -81,12 +81,16 @@ class TokenizerBundle:
         return hashlib.sha256(self.to_bytes()).hexdigest()[:32]
 
 
-def read_bundle(directory: Path) -> TokenizerBundle:
-    """Read a bundle from the files beside a model. Raises ModelError when there is no usable tokenizer.json."""
-    tokenizer_path = directory / "tokenizer.json"
+def read_bundle(directory: Path, *, tokenizer_directory: Path | None = None) -> TokenizerBundle:
+    """Read a bundle from the files beside a model; tokenizer and chat template from another directory if it is given.
+
+    Raises ModelError when there is no usable tokenizer.json.
+    """
+    text_directory = tokenizer_directory or directory
+    tokenizer_path = text_directory / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise ModelError(
-            f"{directory} has no tokenizer.json; convert the tokenizer with "
+            f"{text_directory} has no tokenizer.json; convert the tokenizer with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) and put the file there"
         )
     try:
@@ -94,14 +98,14 @@ def read_bundle(directory: Path) -> TokenizerBundle:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # tokenizers raises plain Exception for a malformed file
         raise ModelError(f"{tokenizer_path} cannot be read: {error}; fetch the file again") from error
-    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    tokenizer_config = _read_json(text_directory / "tokenizer_config.json")
     generation_config = _read_json(directory / "generation_config.json")
     model_config = _read_json(directory / "config.json")
-    special_tokens = _special_tokens(_read_json(directory / "special_tokens_map.json"), tokenizer_config)
+    special_tokens = _special_tokens(_read_json(text_directory / "special_tokens_map.json"), tokenizer_config)
     pooling_config = _read_json(directory / "sentence_bert_config.json")
     return TokenizerBundle(
         tokenizer_json=tokenizer_json,
-        chat_template=_chat_template(directory, tokenizer_config),
+        chat_template=_chat_template(text_directory, tokenizer_config),
         special_tokens=special_tokens,
         eos_token_ids=_eos_token_ids(tokenizer, generation_config, model_config, special_tokens),
         generation_defaults=_generation_defaults(generation_config),

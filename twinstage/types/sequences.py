@@ -37,7 +37,8 @@ class SequenceSpec:
     the next token has position `len(resumed_token_ids)`. With `num_choices` above 1, so many continuations are wanted
     of a prompt that is computed once, the first of them with the index that `sampling` has. `stop_token_ids` includes
     the model's end-of-sequence tokens unless they are ignored; they are suppressed until `min_tokens` tokens exist.
-    Requests share cached prefixes only with those of equal `cache_salt`. `prompt_logprobs` asks for the log
+    Requests share cached prefixes only with those of equal `cache_salt`. `traceparent` names the trace (W3C
+    Trace Context), for logs. `prompt_logprobs` asks for the log
     probabilities of the prompt's own tokens, each with so many alternatives.
     """
 
@@ -53,6 +54,7 @@ class SequenceSpec:
     resumed_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     prompt_logprobs: int | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

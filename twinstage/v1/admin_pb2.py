@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/admin.proto\x12\x0ctwinstage.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\x85\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x19\n\x11max_live_requests\x18\x04 \x01(\r\"\xc2\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twinstage.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.WorkerState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x17\n\x0ftotal_kv_blocks\x18\x06 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0e \x01(\r\x12\x1f\n\x17prefix_looked_up_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_found_blocks\x18\x10 \x01(\x04\x12\x10\n\x08numerics\x18\x11 \x01(\t\x12\x12\n\nunfinished\x18\x12 \x01(\r\x12\x18\n\x10leaked_kv_blocks\x18\x13 \x01(\r\"\x14\n\x12ListWorkersRequest\"<\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.twinstage.v1.Worker\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14\x41\x62ortRequestResponse\";\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"K\n\x18ResetPrefixCacheResponse\x12/\n\x07workers\x18\x01 \x03(\x0b\x32\x1e.twinstage.v1.PrefixCacheReset\"=\n\x10PrefixCacheReset\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\r\"5\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\";\n\x13\x44rainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.twinstage.v1.Worker\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"=\n\x15UndrainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.twinstage.v1.Worker*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x05\x32\xae\x04\n\x0c\x41\x64minService\x12]\n\rGetServerInfo\x12\".twinstage.v1.GetServerInfoRequest\x1a#.twinstage.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12W\n\x0bListWorkers\x12 .twinstage.v1.ListWorkersRequest\x1a!.twinstage.v1.ListWorkersResponse\"\x03\x90\x02\x01\x12U\n\x0c\x41\x62ortRequest\x12!.twinstage.v1.AbortRequestRequest\x1a\".twinstage.v1.AbortRequestResponse\x12\x61\n\x10ResetPrefixCache\x12%.twinstage.v1.ResetPrefixCacheRequest\x1a&.twinstage.v1.ResetPrefixCacheResponse\x12R\n\x0b\x44rainWorker\x12 .twinstage.v1.DrainWorkerRequest\x1a!.twinstage.v1.DrainWorkerResponse\x12X\n\rUndrainWorker\x12\".twinstage.v1.UndrainWorkerRequest\x1a#.twinstage.v1.UndrainWorkerResponseBS\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/admin.proto\x12\x0ctwinstage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"\x85\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x03 \x01(\r\x12\x19\n\x11max_live_requests\x18\x04 \x01(\r\"\xc2\x03\n\x06Worker\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12&\n\x04role\x18\x03 \x01(\x0e\x32\x18.twinstage.v1.WorkerRole\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.WorkerState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x17\n\x0ftotal_kv_blocks\x18\x06 \x01(\r\x12\x16\n\x0e\x66ree_kv_blocks\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12\x12\n\ntransports\x18\x0c \x03(\t\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\t\x12\x18\n\x10\x63\x61\x63hed_kv_blocks\x18\x0e \x01(\r\x12\x1f\n\x17prefix_looked_up_blocks\x18\x0f \x01(\x04\x12\x1b\n\x13prefix_found_blocks\x18\x10 \x01(\x04\x12\x10\n\x08numerics\x18\x11 \x01(\t\x12\x12\n\nunfinished\x18\x12 \x01(\r\x12\x18\n\x10leaked_kv_blocks\x18\x13 \x01(\r\"\x14\n\x12ListWorkersRequest\"<\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.twinstage.v1.Worker\"\xb6\x01\n\x04Load\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\ngeneration\x18\x02 \x01(\x0b\x32\x19.twinstage.v1.RequestLoad\x12,\n\tembedding\x18\x03 \x01(\x0b\x32\x19.twinstage.v1.RequestLoad\x12\'\n\x06models\x18\x04 \x03(\x0b\x32\x17.twinstage.v1.ModelLoad\"Q\n\x0bRequestLoad\x12\x0c\n\x04live\x18\x01 \x01(\r\x12\x10\n\x08max_live\x18\x02 \x01(\r\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x12\n\nmax_queued\x18\x04 \x01(\r\"\x8c\x02\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fprefill_workers\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x03 \x01(\r\x12\x17\n\x0fprefill_running\x18\x04 \x01(\r\x12\x17\n\x0fprefill_waiting\x18\x05 \x01(\r\x12\x1e\n\x16prefill_waiting_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_running\x18\x07 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_waiting\x18\x08 \x01(\r\x12\x1e\n\x16\x64\x65\x63ode_total_kv_blocks\x18\t \x01(\x04\x12\x1d\n\x15\x64\x65\x63ode_free_kv_blocks\x18\n \x01(\x04\"\x10\n\x0eGetLoadRequest\"3\n\x0fGetLoadResponse\x12 \n\x04load\x18\x01 \x01(\x0b\x32\x12.twinstage.v1.Load\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"5\n\x11WatchLoadResponse\x12 \n\x04load\x18\x01 \x01(\x0b\x32\x12.twinstage.v1.Load\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"6\n\x10GetTraceResponse\x12\"\n\x05trace\x18\x01 \x01(\x0b\x32\x13.twinstage.v1.Trace\"\xef\x01\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12.\n\narrived_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65rror_reason\x18\x07 \x01(\t\x12&\n\x05spans\x18\x08 \x03(\x0b\x32\x17.twinstage.v1.TraceSpan\"\xa1\x01\n\tTraceSpan\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12(\n\x05start\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\r\n\x05\x65rror\x18\x06 \x01(\t\")\n\x13\x41\x62ortRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x14\x41\x62ortRequestResponse\";\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"K\n\x18ResetPrefixCacheResponse\x12/\n\x07workers\x18\x01 \x03(\x0b\x32\x1e.twinstage.v1.PrefixCacheReset\"=\n\x10PrefixCacheReset\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64ropped_blocks\x18\x02 \x01(\r\"5\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04wait\x18\x02 \x01(\x08\";\n\x13\x44rainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.twinstage.v1.Worker\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"=\n\x15UndrainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.twinstage.v1.Worker*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17WORKER_STATE_CONNECTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x18\n\x14WORKER_STATE_REFUSED\x10\x05\x32\x9b\x06\n\x0c\x41\x64minService\x12]\n\rGetServerInfo\x12\".twinstage.v1.GetServerInfoRequest\x1a#.twinstage.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12W\n\x0bListWorkers\x12 .twinstage.v1.ListWorkersRequest\x1a!.twinstage.v1.ListWorkersResponse\"\x03\x90\x02\x01\x12K\n\x07GetLoad\x12\x1c.twinstage.v1.GetLoadRequest\x1a\x1d.twinstage.v1.GetLoadResponse\"\x03\x90\x02\x01\x12N\n\tWatchLoad\x12\x1e.twinstage.v1.WatchLoadRequest\x1a\x1f.twinstage.v1.WatchLoadResponse0\x01\x12N\n\x08GetTrace\x12\x1d.twinstage.v1.GetTraceRequest\x1a\x1e.twinstage.v1.GetTraceResponse\"\x03\x90\x02\x01\x12U\n\x0c\x41\x62ortRequest\x12!.twinstage.v1.AbortRequestRequest\x1a\".twinstage.v1.AbortRequestResponse\x12\x61\n\x10ResetPrefixCache\x12%.twinstage.v1.ResetPrefixCacheRequest\x1a&.twinstage.v1.ResetPrefixCacheResponse\x12R\n\x0b\x44rainWorker\x12 .twinstage.v1.DrainWorkerRequest\x1a!.twinstage.v1.DrainWorkerResponse\x12X\n\rUndrainWorker\x12\".twinstage.v1.UndrainWorkerRequest\x1a#.twinstage.v1.UndrainWorkerResponseBS\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +38,64 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINSERVICE'].methods_by_name['GetServerInfo']._serialized_options = b'\220\002\001'
   _globals['_ADMINSERVICE'].methods_by_name['ListWorkers']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['ListWorkers']._serialized_options = b'\220\002\001'
-  _globals['_WORKERROLE']._serialized_start=1261
-  _globals['_WORKERROLE']._serialized_end=1351
-  _globals['_WORKERSTATE']._serialized_start=1354
-  _globals['_WORKERSTATE']._serialized_end=1526
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=74
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=96
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=99
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=232
-  _globals['_WORKER']._serialized_start=235
-  _globals['_WORKER']._serialized_end=685
-  _globals['_LISTWORKERSREQUEST']._serialized_start=687
-  _globals['_LISTWORKERSREQUEST']._serialized_end=707
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=709
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=769
-  _globals['_ABORTREQUESTREQUEST']._serialized_start=771
-  _globals['_ABORTREQUESTREQUEST']._serialized_end=812
-  _globals['_ABORTREQUESTRESPONSE']._serialized_start=814
-  _globals['_ABORTREQUESTRESPONSE']._serialized_end=836
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=838
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=897
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=899
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=974
-  _globals['_PREFIXCACHERESET']._serialized_start=976
-  _globals['_PREFIXCACHERESET']._serialized_end=1037
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1039
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1092
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1094
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1153
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=1155
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=1196
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=1198
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=1259
-  _globals['_ADMINSERVICE']._serialized_start=1529
-  _globals['_ADMINSERVICE']._serialized_end=2087
+  _globals['_ADMINSERVICE'].methods_by_name['GetLoad']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['GetLoad']._serialized_options = b'\220\002\001'
+  _globals['_ADMINSERVICE'].methods_by_name['GetTrace']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['GetTrace']._serialized_options = b'\220\002\001'
+  _globals['_WORKERROLE']._serialized_start=2525
+  _globals['_WORKERROLE']._serialized_end=2615
+  _globals['_WORKERSTATE']._serialized_start=2618
+  _globals['_WORKERSTATE']._serialized_end=2790
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=107
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=129
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=132
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=265
+  _globals['_WORKER']._serialized_start=268
+  _globals['_WORKER']._serialized_end=718
+  _globals['_LISTWORKERSREQUEST']._serialized_start=720
+  _globals['_LISTWORKERSREQUEST']._serialized_end=740
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=742
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=802
+  _globals['_LOAD']._serialized_start=805
+  _globals['_LOAD']._serialized_end=987
+  _globals['_REQUESTLOAD']._serialized_start=989
+  _globals['_REQUESTLOAD']._serialized_end=1070
+  _globals['_MODELLOAD']._serialized_start=1073
+  _globals['_MODELLOAD']._serialized_end=1341
+  _globals['_GETLOADREQUEST']._serialized_start=1343
+  _globals['_GETLOADREQUEST']._serialized_end=1359
+  _globals['_GETLOADRESPONSE']._serialized_start=1361
+  _globals['_GETLOADRESPONSE']._serialized_end=1412
+  _globals['_WATCHLOADREQUEST']._serialized_start=1414
+  _globals['_WATCHLOADREQUEST']._serialized_end=1477
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1479
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1532
+  _globals['_GETTRACEREQUEST']._serialized_start=1534
+  _globals['_GETTRACEREQUEST']._serialized_end=1571
+  _globals['_GETTRACERESPONSE']._serialized_start=1573
+  _globals['_GETTRACERESPONSE']._serialized_end=1627
+  _globals['_TRACE']._serialized_start=1630
+  _globals['_TRACE']._serialized_end=1869
+  _globals['_TRACESPAN']._serialized_start=1872
+  _globals['_TRACESPAN']._serialized_end=2033
+  _globals['_ABORTREQUESTREQUEST']._serialized_start=2035
+  _globals['_ABORTREQUESTREQUEST']._serialized_end=2076
+  _globals['_ABORTREQUESTRESPONSE']._serialized_start=2078
+  _globals['_ABORTREQUESTRESPONSE']._serialized_end=2100
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2102
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2161
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2163
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2238
+  _globals['_PREFIXCACHERESET']._serialized_start=2240
+  _globals['_PREFIXCACHERESET']._serialized_end=2301
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2303
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2356
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=2358
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=2417
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2419
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2460
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2462
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2523
+  _globals['_ADMINSERVICE']._serialized_start=2793
+  _globals['_ADMINSERVICE']._serialized_end=3588
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -271,6 +272,381 @@ class ListWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """How much there is to do, at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When that was."""
+
+    @_builtins.property
+    def generation(self) -> Global___RequestLoad:
+        """Requests to generate."""
+
+    @_builtins.property
+    def embedding(self) -> Global___RequestLoad:
+        """Requests to embed."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelLoad]:
+        """The models, by name."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        generation: Global___RequestLoad | None = ...,
+        embedding: Global___RequestLoad | None = ...,
+        models: _abc.Iterable[Global___ModelLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "generation", b"generation", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "generation", b"generation", "models", b"models", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class RequestLoad(_message.Message):
+    """Requests in the router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    MAX_LIVE_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    live: _builtins.int
+    """In progress."""
+    max_live: _builtins.int
+    """In progress at most; more wait."""
+    queued: _builtins.int
+    """Waiting for their turn."""
+    max_queued: _builtins.int
+    """Waiting at most; more are refused."""
+    def __init__(
+        self,
+        *,
+        live: _builtins.int = ...,
+        max_live: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        max_queued: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live", b"live", "max_live", b"max_live", "max_queued", b"max_queued", "queued", b"queued"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestLoad: _TypeAlias = RequestLoad  # noqa: Y015
+
+@_typing.final
+class ModelLoad(_message.Message):
+    """The workers of a model that are ready, together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
+    DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    PREFILL_RUNNING_FIELD_NUMBER: _builtins.int
+    PREFILL_WAITING_FIELD_NUMBER: _builtins.int
+    PREFILL_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_RUNNING_FIELD_NUMBER: _builtins.int
+    DECODE_WAITING_FIELD_NUMBER: _builtins.int
+    DECODE_TOTAL_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    DECODE_FREE_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's name."""
+    prefill_workers: _builtins.int
+    """Prefill workers."""
+    decode_workers: _builtins.int
+    """Decode workers."""
+    prefill_running: _builtins.int
+    """Prompts being computed on prefill workers."""
+    prefill_waiting: _builtins.int
+    """Prompts that wait for a prefill worker."""
+    prefill_waiting_tokens: _builtins.int
+    """Tokens of the prompts that wait."""
+    decode_running: _builtins.int
+    """Sequences being generated on decode workers."""
+    decode_waiting: _builtins.int
+    """Sequences that wait for a decode worker, or for its KV blocks."""
+    decode_total_kv_blocks: _builtins.int
+    """KV blocks of the decode workers."""
+    decode_free_kv_blocks: _builtins.int
+    """Those of them that nobody holds, cached ones included."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prefill_workers: _builtins.int = ...,
+        decode_workers: _builtins.int = ...,
+        prefill_running: _builtins.int = ...,
+        prefill_waiting: _builtins.int = ...,
+        prefill_waiting_tokens: _builtins.int = ...,
+        decode_running: _builtins.int = ...,
+        decode_waiting: _builtins.int = ...,
+        decode_total_kv_blocks: _builtins.int = ...,
+        decode_free_kv_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_free_kv_blocks", b"decode_free_kv_blocks", "decode_running", b"decode_running", "decode_total_kv_blocks", b"decode_total_kv_blocks", "decode_waiting", b"decode_waiting", "decode_workers", b"decode_workers", "model", b"model", "prefill_running", b"prefill_running", "prefill_waiting", b"prefill_waiting", "prefill_waiting_tokens", b"prefill_waiting_tokens", "prefill_workers", b"prefill_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelLoad: _TypeAlias = ModelLoad  # noqa: Y015
+
+@_typing.final
+class GetLoadRequest(_message.Message):
+    """Asks for the load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
+
+@_typing.final
+class GetLoadResponse(_message.Message):
+    """The load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """The load now."""
+
+    def __init__(
+        self,
+        *,
+        load: Global___Load | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class WatchLoadRequest(_message.Message):
+    """Asks for the load from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """Time between two messages. Default one second; range 0.1 s to an hour."""
+
+    def __init__(
+        self,
+        *,
+        interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadRequest: _TypeAlias = WatchLoadRequest  # noqa: Y015
+
+@_typing.final
+class WatchLoadResponse(_message.Message):
+    """The load at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """The load then."""
+
+    def __init__(
+        self,
+        *,
+        load: Global___Load | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class GetTraceRequest(_message.Message):
+    """Names a request to tell about."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id: the caller's own, or the one that its answer came with."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceRequest: _TypeAlias = GetTraceRequest  # noqa: Y015
+
+@_typing.final
+class GetTraceResponse(_message.Message):
+    """What happened to a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def trace(self) -> Global___Trace:
+        """The request, and all that was done for it."""
+
+    def __init__(
+        self,
+        *,
+        trace: Global___Trace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceResponse: _TypeAlias = GetTraceResponse  # noqa: Y015
+
+@_typing.final
+class Trace(_message.Message):
+    """The way of one request through the processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_SPAN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ARRIVED_AT_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    trace_id: _builtins.str
+    """32 hexadecimal digits: of the caller's `traceparent` (W3C Trace Context), or drawn by the router. Workers get them
+    as well, and all processes write them into their logs.
+    """
+    parent_span_id: _builtins.str
+    """Span of the caller in which the call was made: 16 hexadecimal digits. Empty when it sent no `traceparent`."""
+    model: _builtins.str
+    """Name of the model; empty until one was found."""
+    error_reason: _builtins.str
+    """Why it failed: the stable reason, as in google.rpc.ErrorInfo. Empty unless it did."""
+    @_builtins.property
+    def arrived_at(self) -> _timestamp_pb2.Timestamp:
+        """When the request arrived."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """From then to the end; absent while the request is in progress."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceSpan]:
+        """What was done, in the order in which it ended."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        parent_span_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        arrived_at: _timestamp_pb2.Timestamp | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        error_reason: _builtins.str = ...,
+        spans: _abc.Iterable[Global___TraceSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrived_at", b"arrived_at", "duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_at", b"arrived_at", "duration", b"duration", "error_reason", b"error_reason", "model", b"model", "parent_span_id", b"parent_span_id", "request_id", b"request_id", "spans", b"spans", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trace: _TypeAlias = Trace  # noqa: Y015
+
+@_typing.final
+class TraceSpan(_message.Message):
+    """Something that was done for a request. Times of workers are as they measured them, and placed by when the router heard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What: "queue", "tokenize", "reserve", "prefill_queue", "prefill", "first_token", "kv_transfer", "decode_queue",
+    "decode", "attempt" (of one that failed), "encode". Later versions may have others.
+    """
+    process: _builtins.str
+    """Where: "router", or the id of a worker."""
+    attempt: _builtins.int
+    """The attempt it belongs to, from 1; 0 for what is done once."""
+    error: _builtins.str
+    """Why it failed, in words; empty unless it did."""
+    @_builtins.property
+    def start(self) -> _duration_pb2.Duration:
+        """From the arrival of the request to the beginning."""
+
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """How long; zero for a moment."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        process: _builtins.str = ...,
+        start: _duration_pb2.Duration | None = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        attempt: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "duration", b"duration", "error", b"error", "name", b"name", "process", b"process", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceSpan: _TypeAlias = TraceSpan  # noqa: Y015
 
 @_typing.final
 class AbortRequestRequest(_message.Message):

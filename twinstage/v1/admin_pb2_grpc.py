@@ -45,6 +45,21 @@ class AdminServiceStub:
                 request_serializer=twinstage_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=twinstage_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/twinstage.v1.AdminService/GetLoad',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/twinstage.v1.AdminService/WatchLoad',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/twinstage.v1.AdminService/GetTrace',
+                request_serializer=twinstage_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=twinstage_dot_v1_dot_admin__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
         self.AbortRequest = channel.unary_unary(
                 '/twinstage.v1.AdminService/AbortRequest',
                 request_serializer=twinstage_dot_v1_dot_admin__pb2.AbortRequestRequest.SerializeToString,
@@ -80,6 +95,28 @@ class AdminServiceServicer:
 
     def ListWorkers(self, request, context):
         """Lists the workers that the router knows, by id, with their latest load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """Tells how much the router and the models behind it have to do, now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchLoad(self, request, context):
+        """Tells the same again and again: at once, then once every interval. It ends with the client or the router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTrace(self, request, context):
+        """Tells what happened to a request and when, in all processes that took part. Those in progress and the last thousand
+        that ended are known; others are NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +166,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=twinstage_dot_v1_dot_admin__pb2.ListWorkersRequest.FromString,
                     response_serializer=twinstage_dot_v1_dot_admin__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.GetLoadRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.WatchLoadRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.WatchLoadResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=twinstage_dot_v1_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=twinstage_dot_v1_dot_admin__pb2.GetTraceResponse.SerializeToString,
             ),
             'AbortRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortRequest,
@@ -206,6 +258,87 @@ class AdminService:
             '/twinstage.v1.AdminService/ListWorkers',
             twinstage_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
             twinstage_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.v1.AdminService/GetLoad',
+            twinstage_dot_v1_dot_admin__pb2.GetLoadRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/twinstage.v1.AdminService/WatchLoad',
+            twinstage_dot_v1_dot_admin__pb2.WatchLoadRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.WatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinstage.v1.AdminService/GetTrace',
+            twinstage_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            twinstage_dot_v1_dot_admin__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,14 @@ class AdminServiceStub:
     """Describes the router."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
     """Lists the workers that the router knows, by id, with their latest load."""
+    GetLoad: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]
+    """Tells how much the router and the models behind it have to do, now."""
+    WatchLoad: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]
+    """Tells the same again and again: at once, then once every interval. It ends with the client or the router."""
+    GetTrace: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTraceRequest, _admin_pb2.GetTraceResponse]
+    """Tells what happened to a request and when, in all processes that took part. Those in progress and the last thousand
+    that ended are known; others are NOT_FOUND.
+    """
     AbortRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AbortRequestRequest, _admin_pb2.AbortRequestResponse]
     """Ends a running request; its stream finishes with CANCELLED."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
@@ -61,6 +69,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Describes the router."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers that the router knows, by id, with their latest load."""
+    GetLoad: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]  # type: ignore[assignment]
+    """Tells how much the router and the models behind it have to do, now."""
+    WatchLoad: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]  # type: ignore[assignment]
+    """Tells the same again and again: at once, then once every interval. It ends with the client or the router."""
+    GetTrace: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTraceRequest, _admin_pb2.GetTraceResponse]  # type: ignore[assignment]
+    """Tells what happened to a request and when, in all processes that took part. Those in progress and the last thousand
+    that ended are known; others are NOT_FOUND.
+    """
     AbortRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AbortRequestRequest, _admin_pb2.AbortRequestResponse]  # type: ignore[assignment]
     """Ends a running request; its stream finishes with CANCELLED."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
@@ -94,6 +110,32 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListWorkersResponse, _abc.Awaitable[_admin_pb2.ListWorkersResponse]]:
         """Lists the workers that the router knows, by id, with their latest load."""
+
+    @_abc_1.abstractmethod
+    def GetLoad(
+        self,
+        request: _admin_pb2.GetLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetLoadResponse, _abc.Awaitable[_admin_pb2.GetLoadResponse]]:
+        """Tells how much the router and the models behind it have to do, now."""
+
+    @_abc_1.abstractmethod
+    def WatchLoad(
+        self,
+        request: _admin_pb2.WatchLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchLoadResponse], _abc.AsyncIterator[_admin_pb2.WatchLoadResponse]]:
+        """Tells the same again and again: at once, then once every interval. It ends with the client or the router."""
+
+    @_abc_1.abstractmethod
+    def GetTrace(
+        self,
+        request: _admin_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetTraceResponse, _abc.Awaitable[_admin_pb2.GetTraceResponse]]:
+        """Tells what happened to a request and when, in all processes that took part. Those in progress and the last thousand
+        that ended are known; others are NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def AbortRequest(

@@ -43,6 +43,66 @@ MODEL_TASK_EMBED: ModelTask.ValueType  # 2
 """Embeds text."""
 Global___ModelTask: _TypeAlias = ModelTask  # noqa: Y015
 
+class _ModelCapability:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelCapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelCapability.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_CAPABILITY_UNSPECIFIED: _ModelCapability.ValueType  # 0
+    """Never sent."""
+    MODEL_CAPABILITY_GENERATE: _ModelCapability.ValueType  # 1
+    """Generate and GenerateStream."""
+    MODEL_CAPABILITY_CHAT: _ModelCapability.ValueType  # 2
+    """Chat, ChatStream and RenderChat: the model has a chat template."""
+    MODEL_CAPABILITY_CHOICES: _ModelCapability.ValueType  # 3
+    """`sampling.n` above 1."""
+    MODEL_CAPABILITY_BATCH: _ModelCapability.ValueType  # 4
+    """`batch`: several prompts in one call."""
+    MODEL_CAPABILITY_LOGPROBS: _ModelCapability.ValueType  # 5
+    """`output.logprobs`."""
+    MODEL_CAPABILITY_PROMPT_LOGPROBS: _ModelCapability.ValueType  # 6
+    """`output.prompt_logprobs`."""
+    MODEL_CAPABILITY_REPETITION_DETECTION: _ModelCapability.ValueType  # 7
+    """`stopping.repetition_detection`."""
+    MODEL_CAPABILITY_STRUCTURED_OUTPUT: _ModelCapability.ValueType  # 8
+    """`structured_output`."""
+    MODEL_CAPABILITY_TOOLS: _ModelCapability.ValueType  # 9
+    """`tools` of a chat request."""
+    MODEL_CAPABILITY_REASONING: _ModelCapability.ValueType  # 10
+    """Thoughts come apart from the answer."""
+    MODEL_CAPABILITY_EMBED: _ModelCapability.ValueType  # 11
+    """Encode, Embed and EncodeStream."""
+
+class ModelCapability(_ModelCapability, metaclass=_ModelCapabilityEnumTypeWrapper):
+    """Something that requests to a model may ask for. What is not among a model's capabilities is refused by name."""
+
+MODEL_CAPABILITY_UNSPECIFIED: ModelCapability.ValueType  # 0
+"""Never sent."""
+MODEL_CAPABILITY_GENERATE: ModelCapability.ValueType  # 1
+"""Generate and GenerateStream."""
+MODEL_CAPABILITY_CHAT: ModelCapability.ValueType  # 2
+"""Chat, ChatStream and RenderChat: the model has a chat template."""
+MODEL_CAPABILITY_CHOICES: ModelCapability.ValueType  # 3
+"""`sampling.n` above 1."""
+MODEL_CAPABILITY_BATCH: ModelCapability.ValueType  # 4
+"""`batch`: several prompts in one call."""
+MODEL_CAPABILITY_LOGPROBS: ModelCapability.ValueType  # 5
+"""`output.logprobs`."""
+MODEL_CAPABILITY_PROMPT_LOGPROBS: ModelCapability.ValueType  # 6
+"""`output.prompt_logprobs`."""
+MODEL_CAPABILITY_REPETITION_DETECTION: ModelCapability.ValueType  # 7
+"""`stopping.repetition_detection`."""
+MODEL_CAPABILITY_STRUCTURED_OUTPUT: ModelCapability.ValueType  # 8
+"""`structured_output`."""
+MODEL_CAPABILITY_TOOLS: ModelCapability.ValueType  # 9
+"""`tools` of a chat request."""
+MODEL_CAPABILITY_REASONING: ModelCapability.ValueType  # 10
+"""Thoughts come apart from the answer."""
+MODEL_CAPABILITY_EMBED: ModelCapability.ValueType  # 11
+"""Encode, Embed and EncodeStream."""
+Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
+
 @_typing.final
 class Model(_message.Message):
     """A model and the workers that serve it."""
@@ -59,6 +119,7 @@ class Model(_message.Message):
     DECODE_WORKERS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests choose it."""
     task: Global___ModelTask.ValueType
@@ -81,6 +142,10 @@ class Model(_message.Message):
     """Whether the same request gives the same tokens and log probabilities, bit by bit, whatever else is computed and on
     whichever of the model's workers.
     """
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___ModelCapability.ValueType]:
+        """What requests may ask for, in the order of their numbers."""
+
     def __init__(
         self,
         *,
@@ -94,10 +159,11 @@ class Model(_message.Message):
         decode_workers: _builtins.int = ...,
         ready: _builtins.bool = ...,
         deterministic: _builtins.bool = ...,
+        capabilities: _abc.Iterable[Global___ModelCapability.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "deterministic", b"deterministic", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "decode_workers", b"decode_workers", "deterministic", b"deterministic", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
