@@ -48,10 +48,11 @@ class FakeApi(
     model_pb2_grpc.ModelServiceServicer,
     admin_pb2_grpc.AdminServiceServicer,
 ):
-    """Streams `texts`, or `script`; fails with `error` after them, hangs, or leaves the summary out: when told."""
+    """Streams `texts`, or `script`; refuses, fails with `error`, hangs, or leaves the summary out: when told to."""
 
     texts: tuple[str, ...] = ("Par", "", "is")
     error: TwinstageError | None = None
+    refusals: list[TwinstageError] = field(default_factory=list)  # of the next requests, before anything is answered
     hangs: bool = False
     leaves_out_summary: bool = False
     script: list[list[generation_pb2.Delta]] = field(default_factory=list)  # instead of texts, by call
@@ -134,24 +135,29 @@ class FakeApi(
 
     def _take(self, request: Any, context: Any) -> None:
         self.requests.append(request)
+        self._refuse(context)
         if self.error is not None:
-            self._abort(context)
+            self._abort(context, self.error)
 
-    def _abort(self, context: Any) -> None:
-        assert self.error is not None
-        status = error_to_status(self.error, "r")
+    def _refuse(self, context: Any) -> None:
+        if self.refusals:
+            self._abort(context, self.refusals.pop(0))
+
+    def _abort(self, context: Any, error: TwinstageError) -> None:
+        status = error_to_status(error, "r")
         context.set_trailing_metadata(status.trailing_metadata)
         context.abort(status.code, status.message)
 
     def _stream(self, request: Any, context: Any, response: Any) -> Iterator[Any]:
         self.requests.append(request)
+        self._refuse(context)
         context.add_callback(self.cancelled.set)
         yield response(prompt_info=generation_pb2.PromptInfo(request_id="r", model="m", prompt_tokens=7))
         texts = [generation_pb2.Delta(text=text) for text in self.texts]
         for delta in self.script.pop(0) if self.script else texts:
             yield response(delta=delta)
         if self.error is not None:
-            self._abort(context)
+            self._abort(context, self.error)
         if self.hangs:
             self.cancelled.wait(30)
             return

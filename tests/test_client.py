@@ -66,7 +66,7 @@ def api() -> Iterator[FakeApi]:
 
 @pytest.fixture
 def client(api: FakeApi) -> Iterator[TwinstageClient]:
-    with TwinstageClient(api.address) as connected:
+    with TwinstageClient(api.address, retries=0) as connected:
         yield connected
 
 
@@ -327,7 +327,7 @@ async def test_leaving_the_scope_cancels_in_asyncio(api: FakeApi) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)
 async def test_errors_arrive_in_asyncio(api: FakeApi, error: TwinstageError) -> None:
     api.error = error
-    async with AsyncTwinstageClient(api.address) as client:
+    async with AsyncTwinstageClient(api.address, retries=0) as client:
         with pytest.raises(type(error)) as unary:
             await client.generate("Hi")
         with pytest.raises(type(error)) as streamed:

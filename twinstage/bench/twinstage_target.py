@@ -18,7 +18,11 @@ class TwinstageTarget:
     def __init__(self, address: str, access: Access = OPEN_ACCESS) -> None:
         self._address = address
         self._client = AsyncTwinstageClient(
-            address, credentials=access.credentials, token=access.token, server_name=access.server_name
+            address,
+            credentials=access.credentials,
+            token=access.token,
+            server_name=access.server_name,
+            retries=0,  # a refusal is a result
         )
 
     @property

@@ -70,7 +70,11 @@ class AccessFlags:
 
         access = self.access()
         return TwinstageClient(
-            address, credentials=access.credentials, token=access.token, server_name=access.server_name
+            address,
+            credentials=access.credentials,
+            token=access.token,
+            server_name=access.server_name,
+            retries=0,  # who types a command sees at once what the router says
         )
 
     def _token(self) -> str:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from twinstage.client.aio import AsyncGenerationStream, AsyncTwinstageClient
-from twinstage.client.client import GenerationStream, TwinstageClient
+from twinstage.client.aio import AsyncTwinstageClient
+from twinstage.client.aio_stream import AsyncGenerationStream
+from twinstage.client.client import TwinstageClient
 from twinstage.client.options import Options, Output, Repetition, Sampling, Stopping
 from twinstage.client.results import (
     Continuation,
     Delta,
     Embeddings,
     Generation,
+    Load,
     ModelInfo,
+    ModelLoad,
     PrefixCacheReset,
     PromptInfo,
     PromptLogprobs,
+    RenderedChat,
+    RequestLoad,
     Summary,
     TokenText,
+    Trace,
+    TraceSpan,
     WorkerInfo,
 )
+from twinstage.client.stream import GenerationStream
 from twinstage.client.tls import tls_credentials
 from twinstage.client.tools import tool_from_function, tool_from_schema
 from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
@@ -32,13 +40,17 @@ __all__ = [
     "Embeddings",
     "Generation",
     "GenerationStream",
+    "Load",
     "ModelInfo",
+    "ModelLoad",
     "Options",
     "Output",
     "PrefixCacheReset",
     "PromptInfo",
     "PromptLogprobs",
+    "RenderedChat",
     "Repetition",
+    "RequestLoad",
     "Sampling",
     "Stopping",
     "Summary",
@@ -48,6 +60,8 @@ __all__ = [
     "ToolCallDelta",
     "ToolChoice",
     "ToolChoiceMode",
+    "Trace",
+    "TraceSpan",
     "TwinstageClient",
     "WorkerInfo",
     "tls_credentials",

@@ -9,33 +9,32 @@ async with AsyncTwinstageClient("localhost:50051") as client:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from twinstage.addresses import DEFAULT_PORT, with_default_port
-from twinstage.client import requests, responses
-from twinstage.client.channel import CHANNEL_OPTIONS, error_of, our_errors
+from twinstage.client import admin_responses, requests, responses
+from twinstage.client.aio_stream import AsyncGenerationStream
+from twinstage.client.channel import CHANNEL_OPTIONS, error_of
 from twinstage.client.client import ADMIN_TIMEOUT_S
 from twinstage.client.options import DEFAULT_OPTIONS, Options
 from twinstage.client.requests import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.results import (
-    Delta,
     Embeddings,
     Generation,
+    Load,
     ModelInfo,
     PrefixCacheReset,
-    PromptInfo,
-    PromptLogprobs,
-    Summary,
+    RenderedChat,
+    Trace,
     WorkerInfo,
 )
-from twinstage.client.stream_state import StreamEvent, StreamState
-from twinstage.errors import Cancelled
+from twinstage.client.retry import DEFAULT_RETRIES, Attempts
 from twinstage.rpc.access import Access
-from twinstage.types import ChatMessage, Tool, Truncation
+from twinstage.types import Tool, Truncation
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -48,69 +47,6 @@ from twinstage.v1 import (
 )
 
 
-class AsyncGenerationStream:
-    """A running generation: iterate over its deltas. Leaving the scope early cancels it."""
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
-        self._events = aiter(call)
-        self._address = address
-        self._state = StreamState()
-
-    @property
-    def prompt_info(self) -> PromptInfo | None:
-        return self._state.prompt_info
-
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        """Those that came so far: in parts, each before the first delta."""
-        return tuple(self._state.prompt_logprobs)
-
-    @property
-    def summary(self) -> Summary | None:
-        return self._state.summary
-
-    def message(self, index: int = 0) -> ChatMessage:
-        """What has come of an answer, as a message that can be sent back once the stream has ended."""
-        return self._state.message(index)
-
-    def cancel(self) -> None:
-        """Tell the router that nobody waits any more; harmless when the stream has ended."""
-        self._call.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while True:
-            delta = self._state.take(await self._next_event())
-            if delta is not None:
-                return delta
-
-    async def _next_event(self) -> StreamEvent:
-        try:
-            event: StreamEvent = await anext(self._events)
-        except StopAsyncIteration:
-            self._state.check_complete()
-            raise
-        except grpc.RpcError as error:
-            raise error_of(error, self._address, began=self._state.began) from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise Cancelled("the stream was cancelled") from error  # by our own `cancel`: the task goes on
-        return event
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-
 class AsyncTwinstageClient:
     """A connection to a router at `address` ("host:port", by default port 50051), for one event loop."""
 
@@ -121,11 +57,14 @@ class AsyncTwinstageClient:
         credentials: grpc.ChannelCredentials | None = None,
         token: str = "",
         server_name: str = "",
+        retries: int = DEFAULT_RETRIES,
     ) -> None:
         """Over TLS with `credentials` (see `tls_credentials`); `token` is sent with every call.
 
-        `server_name` is the name in the router's certificate, where it is not the host of its address.
+        `server_name` is the name in the router's certificate, where it is not the host of its address. A call is made
+        up to `retries` times more while the router's status says when to come back, within the call's timeout.
         """
+        self._retries = retries
         self.address = with_default_port(address, DEFAULT_PORT)
         access = Access(credentials=credentials, token=token, server_name=server_name)
         self._channel = access.open_aio(self.address, CHANNEL_OPTIONS)
@@ -140,13 +79,12 @@ class AsyncTwinstageClient:
     async def generate(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> Generation:
         """Continue one prompt or a batch of them."""
         request = requests.generate_request(prompt, options)
-        with our_errors(self.address):
-            return responses.generation(await self._generation.Generate(request, timeout=options.timeout_s))
+        return responses.generation(await self._call(self._generation.Generate, request, options.timeout_s))
 
     def generate_stream(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> AsyncGenerationStream:
         """Continue a prompt; text comes as it is generated."""
         request = requests.generate_request(prompt, options)
-        return AsyncGenerationStream(self._generation.GenerateStream(request, timeout=options.timeout_s), self.address)
+        return self._stream(self._generation.GenerateStream, request, options.timeout_s)
 
     async def chat(
         self,
@@ -161,8 +99,7 @@ class AsyncTwinstageClient:
         `tools` may be called, as `tool_choice` has it: "auto", "none", "required", or a `ToolChoice` of one of them.
         """
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
-        with our_errors(self.address):
-            return responses.chat(await self._generation.Chat(request, timeout=options.timeout_s))
+        return responses.chat(await self._call(self._generation.Chat, request, options.timeout_s))
 
     def chat_stream(
         self,
@@ -174,7 +111,7 @@ class AsyncTwinstageClient:
     ) -> AsyncGenerationStream:
         """Answer a conversation; text, reasoning and tool calls come as they are generated."""
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
-        return AsyncGenerationStream(self._generation.ChatStream(request, timeout=options.timeout_s), self.address)
+        return self._stream(self._generation.ChatStream, request, options.timeout_s)
 
     async def embed(
         self,
@@ -190,27 +127,61 @@ class AsyncTwinstageClient:
         request = requests.embed_request(
             texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
         )
-        with our_errors(self.address):
-            return responses.embeddings(await self._embedding.Embed(request, timeout=timeout_s))
+        return responses.embeddings(await self._call(self._embedding.Embed, request, timeout_s))
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, as a prompt would have them."""
         request = tokenizer_pb2.TokenizeRequest(text=text, model=model, add_special_tokens=add_special_tokens)
-        with our_errors(self.address):
-            response = await self._tokenizer.Tokenize(request, timeout=ADMIN_TIMEOUT_S)
-        return tuple(response.token_ids)
+        return tuple((await self._call(self._tokenizer.Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
+        return str((await self._call(self._tokenizer.Detokenize, request)).text)
+
+    async def render_chat(self, conversation: ChatInput, *, model: str = "") -> RenderedChat:
+        """The exact prompt that `chat` would use, as text and as token ids."""
+        request = requests.render_request(conversation, model)
+        return responses.rendered(await self._call(self._tokenizer.RenderChat, request))
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """The models that are served."""
+        response = await self._call(self._models.ListModels, model_pb2.ListModelsRequest())
+        return tuple(map(responses.model, response.models))
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that the router knows."""
-        with our_errors(self.address):
-            response = await self._admin.ListWorkers(admin_pb2.ListWorkersRequest(), timeout=ADMIN_TIMEOUT_S)
+        response = await self._call(self._admin.ListWorkers, admin_pb2.ListWorkersRequest())
         return tuple(map(responses.worker, response.workers))
+
+    async def load(self) -> Load:
+        """How much there is to do now."""
+        return admin_responses.load((await self._call(self._admin.GetLoad, admin_pb2.GetLoadRequest())).load)
+
+    async def watch_load(self, *, interval_s: float = 1.0) -> AsyncGenerator[Load, None]:
+        """The load, at once and then every interval. Closing the generator ends it."""
+        call = self._admin.WatchLoad(requests.watch_load_request(interval_s))
+        try:
+            async for response in call:
+                yield admin_responses.load(response.load)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+
+    async def trace(self, request_id: str) -> Trace:
+        """What happened to a request, and when. Raises NotFound."""
+        request = admin_pb2.GetTraceRequest(request_id=request_id)
+        return admin_responses.trace((await self._call(self._admin.GetTrace, request)).trace)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request of anybody; its answer ends with what there is. Raises NotFound."""
+        await self._call(self._admin.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id))
 
     async def reset_prefix_cache(self, *, model: str = "", worker_id: str = "") -> tuple[PrefixCacheReset, ...]:
         """Let all workers forget earlier prompts and answers, or those of one model, or one worker."""
         request = admin_pb2.ResetPrefixCacheRequest(model=model, worker_id=worker_id)
-        with our_errors(self.address):
-            response = await self._admin.ResetPrefixCache(request, timeout=ADMIN_TIMEOUT_S)
+        response = await self._call(self._admin.ResetPrefixCache, request)
         return tuple(map(responses.prefix_cache_reset, response.workers))
 
     async def drain_worker(self, worker_id: str, *, wait: bool = False, timeout_s: float | None = None) -> WorkerInfo:
@@ -220,22 +191,28 @@ class AsyncTwinstageClient:
         """
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, wait=wait)
         timeout_s = timeout_s if wait else timeout_s or ADMIN_TIMEOUT_S
-        with our_errors(self.address):
-            response = await self._admin.DrainWorker(request, timeout=timeout_s)
-        return responses.worker(response.worker)
+        return responses.worker((await self._call(self._admin.DrainWorker, request, timeout_s)).worker)
 
     async def undrain_worker(self, worker_id: str) -> WorkerInfo:
         """Let a draining worker take requests again."""
         request = admin_pb2.UndrainWorkerRequest(worker_id=worker_id)
-        with our_errors(self.address):
-            response = await self._admin.UndrainWorker(request, timeout=ADMIN_TIMEOUT_S)
-        return responses.worker(response.worker)
+        return responses.worker((await self._call(self._admin.UndrainWorker, request)).worker)
 
-    async def models(self) -> tuple[ModelInfo, ...]:
-        """The models that are served."""
-        with our_errors(self.address):
-            response = await self._models.ListModels(model_pb2.ListModelsRequest(), timeout=ADMIN_TIMEOUT_S)
-        return tuple(map(responses.model, response.models))
+    async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = ADMIN_TIMEOUT_S) -> Any:
+        """One unary call, made again as its status says."""
+        attempts = Attempts(self._retries, timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.timeout_s)
+            except grpc.RpcError as error:
+                pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise error_of(error, self.address) from error
+            await asyncio.sleep(pause_s)
+
+    def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> AsyncGenerationStream:
+        attempts = Attempts(self._retries, timeout_s)
+        return AsyncGenerationStream(lambda left_s: method(request, timeout=left_s), attempts, self.address)
 
     async def close(self) -> None:
         """End the connection and every call on it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import cast
 
 import grpc
@@ -62,12 +61,3 @@ def error_of(error: grpc.RpcError, address: str, *, began: bool = False) -> Twin
         return Unavailable(f"no router answers at {address} ({details}); {advice}")
     error_class = _TRANSPORT_ERRORS.get(code, InternalError)
     return error_class(f"{address} answered {code.name}" + (f": {details}" if details else ""))
-
-
-@contextmanager
-def our_errors(address: str) -> Iterator[None]:
-    """Turn gRPC's errors within the scope into ours."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_of(error, address) from error

@@ -24,7 +24,7 @@ from twinstage.types import (
     ToolChoiceMode,
     Truncation,
 )
-from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2
+from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, tokenizer_pb2
 
 GenerationInput = str | TextPrompt | TokenPrompt | BatchPrompt
 ChatInput = str | Sequence[ChatMessage] | ChatPrompt
@@ -88,6 +88,28 @@ def chat_request(
 def _tool_choice(choice: ToolChoice | str) -> ToolChoice:
     """A word is one of the modes: auto, none or required."""
     return choice if isinstance(choice, ToolChoice) else ToolChoice(mode=ToolChoiceMode(choice))
+
+
+@_refusing()
+def render_request(conversation: ChatInput, model: str) -> tokenizer_pb2.RenderChatRequest:
+    """The prompt of the chat request with the same conversation."""
+    chat = chat_request(conversation, Options(model=model))
+    # Fields that both messages have mean the same, and they have different numbers.
+    shared = tokenizer_pb2.RenderChatRequest.DESCRIPTOR.fields_by_name
+    given: dict[str, Any] = {field.name: value for field, value in chat.ListFields() if field.name in shared}
+    return tokenizer_pb2.RenderChatRequest(**given)
+
+
+@_refusing()
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
+) -> tokenizer_pb2.DetokenizeRequest:
+    return tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, model=model, skip_special_tokens=skip_special_tokens)
+
+
+@_refusing()
+def watch_load_request(interval_s: float) -> admin_pb2.WatchLoadRequest:
+    return admin_pb2.WatchLoadRequest(interval=seconds_to_proto(interval_s))
 
 
 @_refusing()

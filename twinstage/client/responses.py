@@ -14,6 +14,7 @@ from twinstage.client.results import (
     PrefixCacheReset,
     PromptInfo,
     PromptLogprobs,
+    RenderedChat,
     Summary,
     TokenAlternativeText,
     TokenText,
@@ -23,7 +24,7 @@ from twinstage.errors import InternalError
 from twinstage.rpc.convert_chat import message_from_proto, tool_call_deltas_from_proto
 from twinstage.rpc.convert_values import seconds_from_proto
 from twinstage.types import Finish, FinishReason, Placement, Role, Task, Timing, Usage
-from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2
+from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 _ROLES = {admin_pb2.WORKER_ROLE_PREFILL: Role.PREFILL, admin_pb2.WORKER_ROLE_DECODE: Role.DECODE}
 _TASKS = {model_pb2.MODEL_TASK_GENERATE: Task.GENERATE, model_pb2.MODEL_TASK_EMBED: Task.EMBED}
@@ -154,7 +155,19 @@ def model(message: model_pb2.Model) -> ModelInfo:
         prefill_workers=message.prefill_workers,
         decode_workers=message.decode_workers,
         ready=message.ready,
+        capabilities=tuple(map(_capability_name, message.capabilities)),
     )
+
+
+def rendered(message: tokenizer_pb2.RenderChatResponse) -> RenderedChat:
+    return RenderedChat(text=message.text, token_ids=tuple(message.token_ids))
+
+
+def _capability_name(capability: model_pb2.ModelCapability.ValueType) -> str:
+    """In small letters; a newer router may know more than this client."""
+    known = capability in model_pb2.ModelCapability.values()
+    name = model_pb2.ModelCapability.Name(capability) if known else f"capability {capability}"
+    return name.removeprefix("MODEL_CAPABILITY_").lower()
 
 
 def _state_name(state: admin_pb2.WorkerState.ValueType) -> str:

@@ -165,3 +165,77 @@ class ModelInfo:
     prefill_workers: int
     decode_workers: int
     ready: bool
+    capabilities: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A conversation as its model reads it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLoad:
+    """Requests in the router: in progress and waiting, and the most of both."""
+
+    live: int
+    max_live: int
+    queued: int
+    max_queued: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoad:
+    """The workers of a model that are ready, together."""
+
+    model: str
+    prefill_workers: int
+    decode_workers: int
+    prefill_running: int
+    prefill_waiting: int
+    prefill_waiting_tokens: int
+    decode_running: int
+    decode_waiting: int
+    decode_total_kv_blocks: int
+    decode_free_kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much there is to do, at `time_s` seconds since the epoch."""
+
+    time_s: float
+    generation: RequestLoad
+    embedding: RequestLoad
+    models: tuple[ModelLoad, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpan:
+    """Something that was done for a request, by the router or the worker whose id is `process`.
+
+    `start_s` counts from the arrival of the request; `attempt` is 0 for what is done once.
+    """
+
+    name: str
+    process: str
+    start_s: float
+    duration_s: float
+    attempt: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The way of one request through the processes. `duration_s` is None while it is in progress."""
+
+    request_id: str
+    trace_id: str
+    parent_span_id: str
+    model: str
+    arrived_at_s: float
+    duration_s: float | None
+    error_reason: str
+    spans: tuple[TraceSpan, ...]

@@ -37,9 +37,9 @@ class SequenceSpec:
     the next token has position `len(resumed_token_ids)`. With `num_choices` above 1, so many continuations are wanted
     of a prompt that is computed once, the first of them with the index that `sampling` has. `stop_token_ids` includes
     the model's end-of-sequence tokens unless they are ignored; they are suppressed until `min_tokens` tokens exist.
-    Requests share cached prefixes only with those of equal `cache_salt`. `traceparent` names the trace (W3C
-    Trace Context), for logs. `prompt_logprobs` asks for the log
-    probabilities of the prompt's own tokens, each with so many alternatives.
+    Requests share cached prefixes only with those of equal `cache_salt`. `prompt_logprobs` asks for the log
+    probabilities of the prompt's own tokens, each with so many alternatives. `traceparent` names the trace (W3C Trace
+    Context), for logs.
     """
 
     request_id: RequestId
