@@ -4,11 +4,14 @@
 #               TRANSPORT=shm|tcp|both FAULTS=n (ends after so many, within MINUTES)
 # make fuzz     search for inputs that break what reads foreign bytes, guided by coverage; MINUTES=2 TARGET=frames|public|
 #               worker|bundle
+# make random-requests   10,000 requests, right and wrong, to a real cluster: no INTERNAL, no hang, all KV blocks back;
+#               REQUESTS=500 SEED=7
 # make audit    known vulnerabilities of the pinned dependencies; needs the network
 # make check    linters, types, import boundaries, protos
 # make bench    every row of bench/RESULTS.md, with the peers, which it installs first (about 40 minutes on two cores)
 # make bench-quick   the same for Twinstage alone, in less than five minutes
-# make protos   regenerate twinstage/v1 and twinstage/worker/v1 from protos/
+# make protos   regenerate twinstage/v1, twinstage/worker/v1 and docs/api from protos/
+# make release-api   keep the present public API as that of the last release, which later ones must not break
 # make clean    remove .venv and caches of tools
 
 PYTHON ?= python3
@@ -19,12 +22,15 @@ PIP := $(BIN)/pip --disable-pip-version-check
 TEST_PROCESSES ?= 2
 SEED ?= 1
 MINUTES ?= 2
+REQUESTS ?= 10000
 TRANSPORT ?= both
+# The public API of the last release, which `make release-api` writes when one is made.
+RELEASED_API := protos/released.binpb
 
 # Plain `make` says what there is.
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test chaos fuzz audit check bench bench-quick protos clean
+.PHONY: help demo test chaos fuzz random-requests audit check bench bench-quick protos release-api clean
 
 help:
 	@sed -n -e 's/^# make /make /p' -e 's/^#  /  /p' Makefile
@@ -66,6 +72,9 @@ $(VENV)/.fuzz: $(VENV)/.development
 fuzz: $(VENV)/.fuzz
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(FUZZ_ARGUMENTS)
 
+random-requests: $(VENV)/.development
+	PYTHONPATH=.:tests $(BIN)/python -m random_requests --requests $(REQUESTS) --seed $(SEED)
+
 audit:
 	PYTHON=$(PYTHON) .ci/audit
 
@@ -76,6 +85,7 @@ check: $(VENV)/.development
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against $(RELEASED_API) --exclude-path protos/twinstage/worker
 
 bench: $(VENV)/.models
 	$(BIN)/python -m bench $(BENCH_ARGUMENTS)
@@ -85,6 +95,9 @@ bench-quick: $(VENV)/.models
 
 protos: $(VENV)/.development
 	$(BIN)/python protos/generate.py
+
+release-api: $(VENV)/.development
+	$(BIN)/buf build --exclude-source-info --exclude-path protos/twinstage/worker --output $(RELEASED_API)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,5 @@
-"""Writes the Python code of the protos, with type stubs, into the twinstage package (or below another directory).
+"""Writes the Python code of the protos, with type stubs, and the protoset of the public ones (for clients that read
+descriptors, such as grpcurl and ghz) into the twinstage package, or below another directory.
 
 python protos/generate.py [OUTPUT_DIRECTORY]
 """
@@ -9,6 +10,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+from document import document, read_protoset
 from grpc_tools import protoc
 
 PROTOS = Path(__file__).resolve().parent
@@ -36,7 +38,10 @@ def generate(output: Path) -> None:
         while directory != output:
             (directory / "__init__.py").touch()
             directory = directory.parent
+    read_protoset(output / "twinstage" / "v1" / "twinstage.protoset")
 
 
 if __name__ == "__main__":
     generate(Path(sys.argv[1]) if len(sys.argv) > 1 else PROTOS.parent)
+    if len(sys.argv) == 1:
+        document(PROTOS.parent / "docs" / "api")
