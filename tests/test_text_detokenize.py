@@ -208,6 +208,26 @@ def test_any_split_gives_the_text_of_one_chunk_and_of_a_plain_search(
     assert split == _expected(token_ids, options, min_tokens)
 
 
+@pytest.mark.parametrize("kind", BUILDERS)
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(data=st.data(), include=st.booleans(), skip=st.booleans(), min_tokens=st.integers(0, 4))
+def test_any_split_of_any_ids_gives_the_same(
+    kind: str, data: st.DataObject, include: bool, skip: bool, min_tokens: int
+) -> None:
+    """Ids that no text gives as well: broken characters, special tokens; stop strings out of the very text."""
+    tokenizer = tokenizer_of(kind)
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
+    text = tokenizer.decode(token_ids, skip)
+    places = st.integers(0, max(0, len(text) - 1))
+    stop = [
+        text[at : at + length] for at, length in data.draw(st.lists(st.tuples(places, st.integers(1, 4)), max_size=3))
+    ]
+    options = TextOptions(stop=tuple(filter(None, stop)), include_stop_str_in_output=include, skip_special_tokens=skip)
+    sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    whole = run(token_ids, sizes=[len(token_ids)], options=options, min_tokens=min_tokens, kind=kind)
+    assert run(token_ids, sizes=sizes, options=options, min_tokens=min_tokens, kind=kind) == whole
+
+
 def _expected(token_ids: list[int], options: TextOptions, min_tokens: int) -> tuple[str, list[int], Finish]:
     """The same result by plain search in the text of each prefix, without any streaming."""
     tokenizer = tokenizer_of("byte_level")

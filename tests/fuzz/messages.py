@@ -27,7 +27,7 @@ def messages(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
     chosen = draw(st.lists(st.sampled_from(fields), max_size=5, unique_by=lambda field: field.name)) if fields else []
     for field in chosen:
         if field.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE or depth < MAX_DEPTH:
-            _set(draw, message, field, depth)
+            set_field(draw, message, field, depth)
     return message
 
 
@@ -42,7 +42,8 @@ def damaged(draw: st.DrawFn, kind: type[Message]) -> bytes:
     return bytes(data)
 
 
-def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int) -> None:
+def set_field(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int) -> None:
+    """Set a field to anything that it can hold."""
     if _is_map(field):
         value_field = field.message_type.fields_by_name["value"]
         entries = getattr(message, field.name)

@@ -1,0 +1,52 @@
+"""`python -m random_requests`: 10,000 random requests to a cluster of its own. `make random-requests` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc
+
+from harness import ProcessCluster
+from random_requests.run import draw, send_all
+from tiny_models import make_tiny_llama
+from twinstage.v1 import generation_pb2, generation_pb2_grpc
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="random_requests", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    found = draw(arguments.requests, seed_number=arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="twinstage-random-") as directory:
+        model = str(make_tiny_llama(Path(directory) / "tiny"))
+        with ProcessCluster(Path(directory)) as cluster:
+            cluster.start_workers(model, decode=2, flags=("--weights", "fp32", "--kv-cache-bytes", "8MiB"))
+            cluster.start_router("--trust-request-chat-template")
+            before = _answer(cluster)
+            report = asyncio.run(send_all(cluster.address, found))
+            print(f"random requests, seed {arguments.seed}: {report}")
+            for problem in report.problems:
+                print(f"PROBLEM: {problem}")
+            cluster.wait_idle()
+            assert _answer(cluster) == before, "the cluster answers otherwise than before"
+            assert not any(worker.leaked_kv_blocks for worker in cluster.workers()), "blocks leaked"
+    print(f"random requests: {len(report.problems)} problems; all KV blocks are free")
+    return 1 if report.problems else 0
+
+
+def _answer(cluster: ProcessCluster) -> str:
+    request = generation_pb2.GenerateRequest(prompt="Hello", sampling={"temperature": 0.0})
+    with cluster.channel() as channel:
+        return generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=30).results[0].text
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except grpc.RpcError as error:
+        sys.exit(f"random requests: the cluster does not answer any more: {error}")
