@@ -47,6 +47,10 @@ def _of_stubs(cluster: ProcessCluster, prompt: str) -> dict[str, str]:
         "stopping": common_pb2.StoppingOptions(**STOPPING),
     }
     generate = generation_pb2.GenerateRequest(prompt=prompt, **options)
+    prompts = generation_pb2.PromptBatch(
+        prompts=[generation_pb2.PromptInput(prompt=text) for text in ("other", prompt)]
+    )
+    batch = generation_pb2.GenerateRequest(batch=prompts, **options)
     chat = generation_pb2.ChatRequest(
         messages=[generation_pb2.ChatMessage(role=m.role, content=m.content) for m in CONVERSATION], **options
     )
@@ -54,6 +58,7 @@ def _of_stubs(cluster: ProcessCluster, prompt: str) -> dict[str, str]:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         return {
             "Generate": stub.Generate(generate, timeout=30).results[0].text,
+            "Generate, second of a batch": stub.Generate(batch, timeout=30).results[1].text,
             "GenerateStream": "".join(event.delta.text for event in stub.GenerateStream(generate, timeout=30)),
             "Chat": stub.Chat(chat, timeout=30).results[0].message.content,
             "ChatStream": "".join(event.delta.text for event in stub.ChatStream(chat, timeout=30)),

@@ -26,7 +26,7 @@ def main() -> int:
         model = str(make_tiny_llama(Path(directory) / "tiny"))
         with ProcessCluster(Path(directory)) as cluster:
             cluster.start_workers(model, decode=2, flags=("--weights", "fp32", "--kv-cache-bytes", "8MiB"))
-            cluster.start_router("--trust-request-chat-template")
+            cluster.start_router("--trust-request-chat-template", "--tool-parser", "hermes")
             before = _answer(cluster)
             report = asyncio.run(send_all(cluster.address, found))
             print(f"random requests, seed {arguments.seed}: {report}")

@@ -145,6 +145,11 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "RenderChatRequest.messages": st.integers(1, 3),
     "ChatMessage.role": st.sampled_from(("user", "assistant", "system")),
     "ChatMessage.content": _TEXT,
+    "ChatRequest.tools": st.integers(1, 1),
+    "RenderChatRequest.tools": st.integers(1, 1),
+    "Tool.name": st.sampled_from(("search", "add")),
+    "Tool.parameters": st.just('{"type": "object"}'),
+    "*.reasoning_effort": st.sampled_from(("none", "low", "high")),
     "*.text": _TEXT,
     "EmbedRequest.texts": st.lists(_TEXT, min_size=1, max_size=3),
     "EncodeRequest.inputs": st.integers(1, 3),
@@ -160,6 +165,7 @@ _ALWAYS = frozenset(
         "GenerateRequest.stopping",
         "ChatRequest.stopping",
         "ChatMessage.content",
+        "Tool.name",
         *(f"*.{name}" for name in ("ids", "inputs", "messages", "prompts", "role", "text", "texts", "values")),
     }
 )
@@ -171,6 +177,10 @@ _NEVER = frozenset(
         "*.chat_template",
         "*.chat_template_kwargs",
         "*.worker_id",
+        "*.tool_calls",
+        "*.tool_call_id",
+        "*.tool_choice",
+        "ChatMessage.reasoning",
         "*.add_generation_prompt",
         "*.continue_final_message",
     }
