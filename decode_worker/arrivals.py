@@ -21,6 +21,7 @@ from decode_worker.reservations import Reservations, Wish
 from decode_worker.sessions import Session
 from twinstage.engine.loop import EngineLoop
 from twinstage.errors import KvExhausted, TransferError, TwinstageError
+from twinstage.grammar.matcher import SequenceMatcher
 from twinstage.hosting.assemble import EngineParts
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.prefix_index import HashChain
@@ -96,9 +97,17 @@ class Arrivals:
         return self._receiver.bytes_received
 
     async def reserve(
-        self, session: Session, spec: SequenceSpec, *, hashes: HashChain | None, deadline_s: float
+        self,
+        session: Session,
+        spec: SequenceSpec,
+        *,
+        hashes: HashChain | None,
+        matcher: SequenceMatcher | None,
+        deadline_s: float,
     ) -> DecodeRequest:
         """A request with a grant, as soon as there are blocks for it; `hashes` name what they shall hold.
+
+        `matcher` is that of the sequence's constraint.
 
         Raises KvExhausted (it can never fit, or too many wait), DeadlineExceeded at `deadline_s` (monotonic), or what
         `refuse` was called with.
@@ -130,7 +139,7 @@ class Arrivals:
                 key=key, spec=spec, session=session, table=table, grant=grant, lease=lease, deadline_s=deadline_s
             )
             self._requests.enter(request)
-            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes))
+            self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes, matcher=matcher))
             return request
 
         wish = Wish(

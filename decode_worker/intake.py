@@ -16,6 +16,7 @@ from decode_worker.grants import num_handed_over
 from twinstage.engine.choices import choice_spec
 from twinstage.engine.core import EngineCore
 from twinstage.errors import StaleHandle, TransferError
+from twinstage.grammar.matcher import SequenceMatcher
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.fork import fork
 from twinstage.kv.prefix_index import HashChain
@@ -32,6 +33,7 @@ class OpenGrant:
     table: BlockTable
     hashes: HashChain | None = None  # names of the complete blocks, for the prefix cache
     ended: set[int] = field(default_factory=set)  # choices that shall not begin
+    matcher: SequenceMatcher | None = None  # of the sequence's constraint
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +138,9 @@ def _add(
     """On the engine's thread: a sequence for each choice, or none."""
     spec = replace(grant.spec, request_id=grant.key)
     if spec.num_choices == 1:
-        core.add_prefilled(spec, grant.table, ProducedToken(token_id=first_tokens[0]), hashes=grant.hashes)
+        core.add_prefilled(
+            spec, grant.table, ProducedToken(token_id=first_tokens[0]), hashes=grant.hashes, matcher=grant.matcher
+        )
         return
     specs = [choice_spec(spec, index) for index in first_tokens]
     names = [choice.request_id for choice in specs]
@@ -145,7 +149,8 @@ def _add(
     try:
         for choice, table, token_id in zip(specs, tables, first_tokens.values(), strict=True):
             hashes = grant.hashes.copy() if grant.hashes is not None else None
-            core.add_prefilled(choice, table, ProducedToken(token_id=token_id), hashes=hashes)
+            matcher = grant.matcher.copy() if grant.matcher is not None else None
+            core.add_prefilled(choice, table, ProducedToken(token_id=token_id), hashes=hashes, matcher=matcher)
     except BaseException:
         for name, table in zip(names, tables, strict=True):
             core.abort(name)

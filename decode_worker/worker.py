@@ -135,9 +135,10 @@ class DecodeWorker:
         check_sequence(spec, self.description.model)
         started_s = time.monotonic()
         hashes = await block_names(spec, self._parts.hasher)
+        matcher = await self._parts.matcher_for(spec)
         session = self._admit(session_id)  # much may have happened in between
         deadline_s = started_s + timeout_s
-        request = await self._arrivals.reserve(session, spec, hashes=hashes, deadline_s=deadline_s)
+        request = await self._arrivals.reserve(session, spec, hashes=hashes, matcher=matcher, deadline_s=deadline_s)
         return request.grant, time.monotonic() - started_s
 
     def _admit(self, session_id: str) -> Session:

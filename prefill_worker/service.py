@@ -48,12 +48,13 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
         request = await _first(requests)
         async with worker.arrivals.waiting():
             spec = sequence_spec_from_proto(request.sequence)
+            matcher = await worker.matcher_for(spec)
             if request.grant_follows:  # the decode worker is still reserving
                 request = await anext(requests, request)
                 if not request.HasField("grant"):
                     raise InvalidRequest([FieldViolation("grant", "was to follow the request, and did not")])
         grant = kv_grant_from_proto(request.grant) if request.HasField("grant") else None
-        async with aclosing(worker.prefill(spec, grant)) as events:
+        async with aclosing(worker.prefill(spec, grant, matcher=matcher)) as events:
             async for event in events:
                 yield _event_to_proto(event)
 

@@ -28,6 +28,7 @@ from prefill_worker.request import PrefillRequest, check_fits
 from twinstage.engine.core import ComputedChunk, EngineCore, SequenceStats, StepOutput
 from twinstage.engine.loop import EngineLoop
 from twinstage.errors import Cancelled, Draining, InternalError, Overloaded
+from twinstage.grammar.matcher import SequenceMatcher
 from twinstage.hosting.assemble import EngineParts
 from twinstage.hosting.books import Leaks
 from twinstage.hosting.door import Door
@@ -78,13 +79,17 @@ class PrefillWorker:
 
     # --- the door ------------------------------------------------------------------------------------
 
-    async def prefill(self, spec: SequenceSpec, grant: KvGrant | None) -> AsyncGenerator[PrefillEvent]:
+    async def prefill(
+        self, spec: SequenceSpec, grant: KvGrant | None, *, matcher: SequenceMatcher | None = None
+    ) -> AsyncGenerator[PrefillEvent]:
         """Compute `spec`, hand its blocks over under `grant`, and report each step. Closing the iterator cancels it.
+
+        `matcher` is what `matcher_for` gave.
 
         Raises InvalidRequest, KvExhausted (the prompt can never fit), Overloaded, Draining, TransferError, or what the
         engine failed with.
         """
-        request = self._admit(spec, grant)
+        request = self._admit(spec, grant, matcher)
         try:
             while (event := await request.events.get()) is not None:
                 yield event
@@ -95,7 +100,11 @@ class PrefillWorker:
         finally:
             self._end(request, CancelledOutcome())
 
-    def _admit(self, spec: SequenceSpec, grant: KvGrant | None) -> PrefillRequest:
+    async def matcher_for(self, spec: SequenceSpec) -> SequenceMatcher | None:
+        """Of the sequence's constraint, if it has one. Raises InvalidRequest and Overloaded."""
+        return await self._parts.matcher_for(spec)
+
+    def _admit(self, spec: SequenceSpec, grant: KvGrant | None, matcher: SequenceMatcher | None) -> PrefillRequest:
         self._check_room()
         check_sequence(spec, self.description.model)
         check_fits(spec, grant, self._parts.layout, pool_blocks=self._parts.pool.num_blocks)
@@ -110,7 +119,7 @@ class PrefillWorker:
         request.in_engine = True
         self._requests[request.key] = request
         self._idle.clear()
-        self._engine.submit(partial(self._add, request.key, spec, request.handoff))
+        self._engine.submit(partial(self._add, request.key, spec, request.handoff, matcher))
         return request
 
     def _check_room(self) -> None:
@@ -124,10 +133,17 @@ class PrefillWorker:
 
     # --- on the engine thread ------------------------------------------------------------------------
 
-    def _add(self, key: RequestId, spec: SequenceSpec, handoff: Handoff | None, core: EngineCore) -> None:
+    def _add(
+        self,
+        key: RequestId,
+        spec: SequenceSpec,
+        handoff: Handoff | None,
+        matcher: SequenceMatcher | None,
+        core: EngineCore,
+    ) -> None:
         if handoff is not None:
             self._handoffs[key] = handoff
-        core.add(replace(spec, request_id=key))
+        core.add(replace(spec, request_id=key), matcher=matcher)
 
     def _stop(self, key: RequestId, core: EngineCore, *, keep_blocks: bool) -> None:
         self._handoffs.pop(key, None)

@@ -26,6 +26,7 @@ from router.text_threads import TextThreads
 from router.trace import Traces
 from router.workers import WorkerTable
 from twinstage.errors import ConfigError
+from twinstage.grammar.checking import GrammarChecks
 from twinstage.rpc.callers import Caller, CallerInterceptor, read_callers
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
 from twinstage.rpc.health import HealthService
@@ -70,6 +71,7 @@ class Router:
         self._live = LiveRequests(Traces(on_end=self._exporter.add) if self._exporter is not None else None)
         self._callers = self._read_callers()
         self._quotas = Quotas({caller.name: caller.quota for caller in self._callers})
+        self._grammars = GrammarChecks(default_backend=settings.default_grammar_backend)
         self._draining = asyncio.Event()
         self._generation_gate = self._make_gate(self._max_live_generations)
         self._embedding_gate = self._make_gate(lambda: settings.max_live_requests or MAX_LIVE_EMBEDDINGS)
@@ -144,6 +146,7 @@ class Router:
             max_priority=settings.priority_at_most,
             quotas=self._quotas,
             metrics=self._metrics,
+            grammars=self._grammars,
         )
         embedding = Embedding(
             workers=self.workers,
@@ -224,6 +227,7 @@ class Router:
             self._metrics_server = None
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
+        await self._grammars.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._embedding_executor.shutdown(wait=False, cancel_futures=True)
         self._text_threads.close()

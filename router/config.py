@@ -6,7 +6,7 @@ import math
 import resource
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -25,6 +25,7 @@ from twinstage.settings import ProcessSettings
 from twinstage.text.answers.reasoning import REASONING_STYLES
 from twinstage.text.answers.registry import TOOL_PARSERS
 from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
+from twinstage.types.constraints import GrammarBackend
 
 MOST_OPEN_FILES = 1024 * 1024  # where the system sets no limit
 
@@ -101,6 +102,11 @@ class RouterSettings(ProcessSettings):
         default=2,
         ge=1,
         description="Threads for prompts, to tokenize and render; as many others are for inputs to embed.",
+    )
+    grammar_backend: Literal["auto", "xgrammar", "llguidance"] = Field(
+        default="auto",
+        description="Library that compiles the grammars of structured output, for requests that name none; auto takes "
+        "llguidance, and xgrammar for EBNF and structural tags.",
     )
     max_message_bytes: int = Field(
         default=4 * 1024 * 1024,
@@ -240,6 +246,11 @@ class RouterSettings(ProcessSettings):
         return ParserChoice(
             tool=read_tool_parsers(self.tool_parser), reasoning=read_reasoning_parsers(self.reasoning_parser)
         )
+
+    @property
+    def default_grammar_backend(self) -> GrammarBackend | None:
+        """`grammar_backend`, None for auto."""
+        return None if self.grammar_backend == "auto" else GrammarBackend(self.grammar_backend)
 
     def worker_access(self) -> Access:
         """How workers are called. Raises ConfigError when a file cannot be read, or a name is given without TLS."""

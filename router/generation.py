@@ -32,8 +32,10 @@ from router.trace import reason_of
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, Unavailable
+from twinstage.grammar.checking import GrammarChecks
 from twinstage.telemetry.log import get_logger
 from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
+from twinstage.types.constraints import OutputConstraint
 
 MAX_PROMPTS_AT_ONCE = 32  # of one batch; the others wait
 
@@ -76,6 +78,7 @@ class Generation:
         max_priority: int = MAX_PRIORITY,
         quotas: Quotas | None = None,
         metrics: RequestMetrics | None = None,
+        grammars: GrammarChecks | None = None,
     ) -> None:
         """`max_priority`: levels that a priority counts at most, up or down, here and at the workers.
 
@@ -90,6 +93,7 @@ class Generation:
         self._deadlines = deadlines
         self._policy = policy
         self._max_priority = max_priority
+        self._grammars = grammars or GrammarChecks()
         self.probation = Probation()
 
     @contextlib.asynccontextmanager
@@ -111,6 +115,7 @@ class Generation:
         model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
         check_fields(raw, model)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
+        constraint = await self._constraint(raw, model, deadline_s)
         request_id = choose_request_id(raw.request_id, fallback_id, self._live)
         with self._quotas.admitted(caller) as account, self._live.register(request_id) as live:
             live.trace.model = model.name
@@ -122,6 +127,7 @@ class Generation:
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
                 is_streamed=is_streamed,
+                constraint=constraint,
             )
             outbox = Outbox(*self._watchers(model, arrived_s, account))
             task = asyncio.create_task(self._run(call, outbox), name=f"request {live.request_id}")
@@ -138,6 +144,18 @@ class Generation:
             yield self._metrics.watch(model.name, arrived_s)
         if account is not None:
             yield partial(_charge, account)
+
+    async def _constraint(
+        self, raw: RawGenerationRequest, model: ServedModel, deadline_s: float
+    ) -> OutputConstraint | None:
+        """What the output obeys, judged before anything is queued. Raises InvalidRequest, Overloaded."""
+        if raw.structured_output is None:
+            return None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self._grammars.judge(raw.structured_output, model.tokenizer)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline is over") from None
 
     async def _run(self, call: _Call, outbox: Outbox) -> None:
         """Run one request; everything it raises goes to its client by way of the outbox."""
@@ -212,6 +230,7 @@ class Generation:
             request_id=call.live.request_id,
             arrived_s=call.arrived_s,
             deadline_s=call.deadline_s,
+            constraint=call.constraint,
         )
         if not call.is_streamed:
             check_unary_size([request.spec for request in requests])
@@ -227,6 +246,7 @@ class _Call:
     arrived_s: float
     deadline_s: float
     is_streamed: bool
+    constraint: OutputConstraint | None
 
 
 class RequestMetrics(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from router.limits import MAX_REQUEST_ID_LENGTH
@@ -23,6 +23,9 @@ class Violations:
 
     def add(self, field: str, description: str) -> None:
         self._found.append(FieldViolation(field, description))
+
+    def extend(self, violations: Iterable[FieldViolation]) -> None:
+        self._found += violations
 
     def raise_any(self) -> None:
         """Raise InvalidRequest with all that was added, or nothing."""

@@ -23,7 +23,6 @@ from twinstage.errors import (
     NotFound,
     NoWorker,
     TaskNotSupported,
-    Unimplemented,
 )
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import (
@@ -179,17 +178,6 @@ def test_a_bad_list_does_not_crowd_out_the_rest() -> None:
         check_fields(raw, served())
     assert len(caught.value.violations) < 20
     assert "priority" in violated(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"has_structured_output": True}, "structured_output"),
-    ],
-)
-def test_what_this_version_cannot_do_is_named(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(Unimplemented, match=named):
-        check_fields(text(**changes), served())
 
 
 # --- lengths --------------------------------------------------------------------------------------

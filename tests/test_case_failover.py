@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import statistics
 import threading
 import time
@@ -144,7 +145,18 @@ def _many_kinds(cluster: CaseCluster, transport: str) -> list[generation_pb2.Gen
         request(seeded, max_tokens=400, seed=7, logprobs=2),
         request(plain, max_tokens=400, stop=[far], include_stop_str_in_output=True, min_tokens=300),
         request(seeded, max_tokens=400, seed=8, ignore_eos=False, min_tokens=350),
+        _document(plain),
     ]
+
+
+def _document(prompt: tuple[int, ...]) -> generation_pb2.GenerateRequest:
+    """A JSON document of some 400 tokens, which ends by its schema alone."""
+    number = {"type": "integer", "minimum": 10, "maximum": 99}
+    made = request(prompt, max_tokens=1000, seed=9)
+    made.structured_output.json_schema = json.dumps(
+        {"type": "array", "items": number, "minItems": 120, "maxItems": 120}
+    )
+    return made
 
 
 # --- failover ---------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from twinstage.types import (
     WorkerId,
     WorkerLoad,
 )
+from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 FULL_REQUEST = """{
@@ -90,7 +91,7 @@ def test_every_field_of_a_generate_request() -> None:
             repetition=RawRepetition(min_count=3),
         ),
         output=RawOutput(logprobs=3, prompt_logprobs=0, return_token_ids=True, skip_special_tokens=False),
-        has_structured_output=True,
+        structured_output=RawStructuredOutput.regex("a"),
         priority=-3,
         cache_salt="tenant",
     )
@@ -204,7 +205,7 @@ def test_a_chat_request_carries_all_options() -> None:
         "sampling",
         "stopping",
         "output",
-        "has_structured_output",
+        "structured_output",
         "priority",
         "cache_salt",
     ):

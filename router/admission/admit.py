@@ -24,6 +24,7 @@ from twinstage.types import (
     TextOptions,
     TokenPrompt,
 )
+from twinstage.types.constraints import OutputConstraint
 
 
 class Admission:
@@ -37,12 +38,19 @@ class Admission:
         self._templates = templates or TemplateProcesses()
 
     async def admit(
-        self, raw: RawGenerationRequest, model: ServedModel, *, request_id: str, arrived_s: float, deadline_s: float
+        self,
+        raw: RawGenerationRequest,
+        model: ServedModel,
+        *,
+        request_id: str,
+        arrived_s: float,
+        deadline_s: float,
+        constraint: OutputConstraint | None = None,
     ) -> list[AdmittedRequest]:
         """One request for each prompt: tokenized, of a length that fits, every default resolved.
 
-        The fields were checked by `check_fields`. Times are readings of the loop's clock. Raises InvalidRequest with
-        all prompts that do not fit.
+        The fields were checked by `check_fields`, and `constraint` is what became of the structured output. Times are
+        readings of the loop's clock. Raises InvalidRequest with all prompts that do not fit.
         """
         assert raw.prompt is not None
         started_s = time.monotonic()
@@ -51,7 +59,9 @@ class Admission:
         check_lengths(raw.prompt, prompts, stopping=raw.stopping, limit=model.description.max_model_len)
         times = {"arrived_s": arrived_s, "deadline_s": deadline_s, "tokenize_s": tokenize_s}
         # The defaults of each are resolved for itself: of equal prompts without a seed, each draws another one.
-        return [self._resolved(raw, model, RequestId(request_id), token_ids, times) for token_ids in prompts]
+        return [
+            self._resolved(raw, model, RequestId(request_id), token_ids, times, constraint) for token_ids in prompts
+        ]
 
     def _resolved(
         self,
@@ -60,11 +70,12 @@ class Admission:
         request_id: RequestId,
         token_ids: tuple[int, ...],
         times: Mapping[str, float],
+        constraint: OutputConstraint | None,
     ) -> AdmittedRequest:
         """The request for one prompt."""
         answer = answer_format(raw.prompt, model, self._parsers, token_ids=token_ids) if raw.prompt else None
         return AdmittedRequest(
-            spec=_resolve_spec(raw, model, request_id=request_id, token_ids=token_ids),
+            spec=_resolve_spec(raw, model, request_id=request_id, token_ids=token_ids, constraint=constraint),
             model=model.name,
             text=_text_options(raw, answer),
             time_limit_s=raw.stopping.time_limit_s,
@@ -95,7 +106,12 @@ def _text_options(raw: RawGenerationRequest, answer: AnswerFormat | None) -> Tex
 
 
 def _resolve_spec(
-    raw: RawGenerationRequest, model: ServedModel, *, request_id: RequestId, token_ids: tuple[int, ...]
+    raw: RawGenerationRequest,
+    model: ServedModel,
+    *,
+    request_id: RequestId,
+    token_ids: tuple[int, ...],
+    constraint: OutputConstraint | None,
 ) -> SequenceSpec:
     end_of_sequence = () if raw.stopping.ignore_eos else model.description.eos_token_ids
     return SequenceSpec(
@@ -110,4 +126,5 @@ def _resolve_spec(
         priority=raw.priority,
         cache_salt=raw.cache_salt,
         prompt_logprobs=raw.output.prompt_logprobs,
+        constraint=constraint,
     )

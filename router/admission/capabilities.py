@@ -36,6 +36,7 @@ _OF_GENERATION = frozenset(
         Capability.LOGPROBS,
         Capability.PROMPT_LOGPROBS,
         Capability.REPETITION_DETECTION,
+        Capability.STRUCTURED_OUTPUT,
     }
 )
 
@@ -43,16 +44,18 @@ _OF_GENERATION = frozenset(
 _ASKED: tuple[tuple[Capability, str, Callable[[RawGenerationRequest], bool]], ...] = (
     (Capability.CHOICES, "sampling.n above 1", lambda raw: (raw.sampling.n or 1) > 1),
     (Capability.BATCH, "batch", lambda raw: isinstance(raw.prompt, BatchPrompt)),
-    (Capability.STRUCTURED_OUTPUT, "structured_output", lambda raw: raw.has_structured_output),
+    (Capability.STRUCTURED_OUTPUT, "structured_output", lambda raw: raw.structured_output is not None),
     (Capability.PROMPT_LOGPROBS, "output.prompt_logprobs", lambda raw: raw.output.prompt_logprobs is not None),
     (
         Capability.REPETITION_DETECTION,
         "stopping.repetition_detection",
         lambda raw: raw.stopping.repetition is not None,
     ),
-    # A call that must come is written by a grammar.
-    (Capability.STRUCTURED_OUTPUT, "tool_choice.mode required", lambda raw: _forced(raw) is ToolChoiceMode.REQUIRED),
-    (Capability.STRUCTURED_OUTPUT, "tool_choice.function", lambda raw: _forced(raw) is ToolChoiceMode.NAMED),
+)
+# What no model can do in this version.
+_MISSING: tuple[tuple[str, Callable[[RawGenerationRequest], bool]], ...] = (
+    ("tool_choice.mode required", lambda raw: _forced(raw) is ToolChoiceMode.REQUIRED),
+    ("tool_choice.function", lambda raw: _forced(raw) is ToolChoiceMode.NAMED),
 )
 
 
@@ -81,5 +84,6 @@ def check_capabilities(raw: RawGenerationRequest, model: ServedModel) -> None:
     """Raises Unimplemented that names every field by which the request asks for more than there is."""
     able = capabilities_of(model)
     missing = [field for capability, field, is_asked in _ASKED if capability not in able and is_asked(raw)]
+    missing += [field for field, is_asked in _MISSING if is_asked(raw)]
     if missing:
         raise Unimplemented(f"this version does not implement {', '.join(missing)}; leave it out")

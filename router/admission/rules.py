@@ -19,6 +19,7 @@ from router.limits import (
 )
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
+from twinstage.grammar.shape import shape_violations
 from twinstage.types import (
     BatchPrompt,
     ChatPrompt,
@@ -48,6 +49,8 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     _check_stopping(violations, raw.stopping, model, max_tokens=resolve_max_tokens(raw, model))
     violations.check_number("output.logprobs", raw.output.logprobs, low=0, high=MAX_LOGPROBS)
     violations.check_number("output.prompt_logprobs", raw.output.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+    if raw.structured_output is not None:
+        violations.extend(shape_violations(raw.structured_output))
     violations.raise_any()
     check_capabilities(raw, model)
 

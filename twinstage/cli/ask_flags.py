@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twinstage.errors import ConfigError
+
 if TYPE_CHECKING:
-    from twinstage.client.options import Options
+    from twinstage.client.options import Options, StructuredOutput
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_MAX_TOKENS = 256  # a terminal wants more than the API's 16 and less than a whole context
@@ -38,6 +41,12 @@ class AskFlags:
     ] = None
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the random numbers.")] = None
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text. Repeatable.")] = None
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="File with a JSON schema that the text satisfies.")
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="Regular expression that matches the whole of the text.")
+    ] = None
     timeout: Timeout = None
     as_json: AsJson = False
 
@@ -49,5 +58,20 @@ class AskFlags:
             model=self.model,
             sampling=Sampling(temperature=self.temperature, seed=self.seed),
             stopping=Stopping(max_tokens=self.max_tokens, stop=tuple(self.stop or ())),
+            structured_output=self._structured_output(),
             timeout_s=self.timeout,
         )
+
+    def _structured_output(self) -> StructuredOutput | None:
+        from twinstage.client.options import StructuredOutput
+
+        if self.json_schema is not None and self.regex is not None:
+            raise ConfigError("--json-schema and --regex exclude each other")
+        if self.regex is not None:
+            return StructuredOutput.regex(self.regex)
+        if self.json_schema is None:
+            return None
+        try:
+            return StructuredOutput.json_schema(self.json_schema.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--json-schema {self.json_schema} cannot be read: {error}") from error

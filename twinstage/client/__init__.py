@@ -5,7 +5,7 @@ from __future__ import annotations
 from twinstage.client.aio import AsyncTwinstageClient
 from twinstage.client.aio_stream import AsyncGenerationStream
 from twinstage.client.client import TwinstageClient
-from twinstage.client.options import Options, Output, Repetition, Sampling, Stopping
+from twinstage.client.options import Options, Output, Reasoning, Repetition, Sampling, Stopping, StructuredOutput
 from twinstage.client.results import (
     Continuation,
     Delta,
@@ -29,6 +29,7 @@ from twinstage.client.stream import GenerationStream
 from twinstage.client.tls import tls_credentials
 from twinstage.client.tools import tool_from_function, tool_from_schema
 from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
+from twinstage.types.constraints import GrammarBackend
 
 __all__ = [
     "AsyncGenerationStream",
@@ -40,6 +41,7 @@ __all__ = [
     "Embeddings",
     "Generation",
     "GenerationStream",
+    "GrammarBackend",
     "Load",
     "ModelInfo",
     "ModelLoad",
@@ -48,11 +50,13 @@ __all__ = [
     "PrefixCacheReset",
     "PromptInfo",
     "PromptLogprobs",
+    "Reasoning",
     "RenderedChat",
     "Repetition",
     "RequestLoad",
     "Sampling",
     "Stopping",
+    "StructuredOutput",
     "Summary",
     "TokenText",
     "Tool",

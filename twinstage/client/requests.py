@@ -12,6 +12,7 @@ from google.protobuf import empty_pb2
 from twinstage.client.options import Options, Output, Sampling, Stopping
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_chat import fill_conversation
+from twinstage.rpc.convert_structured import structured_output_to_proto
 from twinstage.rpc.convert_values import seconds_to_proto
 from twinstage.types import (
     BatchPrompt,
@@ -131,12 +132,14 @@ def embed_request(
 
 
 def _common(options: Options) -> dict[str, Any]:
+    constraint = options.structured_output
     return {
         "model": options.model,
         "request_id": options.request_id,
         "sampling": _sampling(options.sampling),
         "stopping": _stopping(options.stopping),
         "output": _output(options.output),
+        "structured_output": structured_output_to_proto(constraint) if constraint is not None else None,
         "priority": options.priority,
         "cache_salt": options.cache_salt,
     }

@@ -27,6 +27,7 @@ def choices_of(sequence: Sequence) -> list[Sequence]:
             spec=choice_spec(sequence.spec, index),
             output_token_ids=list(sequence.output_token_ids),
             hashes=sequence.hashes.copy() if sequence.hashes is not None else None,
+            matcher=sequence.matcher.copy() if sequence.matcher is not None else None,
             num_spare_blocks=0,
         )
         for index in range(sequence.spec.num_choices)
@@ -40,6 +41,7 @@ def begin_choices(
     begun: list[tuple[Sequence, Finish | None]] = []
     for choice, token in zip(choices_of(sequence), tokens, strict=True):
         choice.output_token_ids.append(token.token_id)
+        choice.follow(token.token_id)
         begun.append((choice, choice.finish_after(token.token_id, max_model_len=max_model_len)))
     return begun
 

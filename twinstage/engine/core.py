@@ -33,11 +33,12 @@ from twinstage.engine.output import (
 from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.prefix_cache import PrefixCache
 from twinstage.engine.sampler import Logits
-from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations
+from twinstage.engine.sequence import Sequence, SequenceStats, admission_violations, check_constrained
 from twinstage.engine.speculation import NoSpeculation, Speculation
 from twinstage.engine.states import States
 from twinstage.engine.step_model import Runner, StepModel
 from twinstage.errors import ComputeFailed, IntegrityError, InvalidRequest, TwinstageError
+from twinstage.grammar.matcher import SequenceMatcher
 from twinstage.kv.block_pool import BlockPool, BlockTable
 from twinstage.kv.layout import blocks_for
 from twinstage.kv.prefix_index import HashChain, PrefixHasher
@@ -91,15 +92,17 @@ class EngineCore:
 
     # --- what comes in ---------------------------------------------------------------------------
 
-    def add(self, spec: SequenceSpec) -> None:
-        """Queue a sequence to be computed from its first token.
+    def add(self, spec: SequenceSpec, *, matcher: SequenceMatcher | None = None) -> None:
+        """Queue a sequence to be computed from its first token. `matcher`, of its constraint, has its resumed tokens.
 
         Raises AlreadyExists when the id is live. Whatever else is wrong is reported as a failure by the next step.
         """
         self._states.roster.check_new(spec.request_id)
+        check_constrained(spec, matcher)
         table = self.pool.allocate(0, owner=spec.request_id)
         sequence = Sequence(spec=spec, table=table, arrival=next(self._arrivals), arrived_s=self._clock())
         sequence.output_token_ids += spec.resumed_token_ids
+        sequence.matcher = matcher
         if not self.config.hold_after_first_token:
             sequence.num_spare_blocks = sequence.blocks_to_fork(self.config.block_size)
         self._states.roster.enter(sequence)
@@ -110,15 +113,23 @@ class EngineCore:
             self._states.queue(sequence)
 
     def add_prefilled(
-        self, spec: SequenceSpec, table: BlockTable, token: ProducedToken, *, hashes: HashChain | None = None
+        self,
+        spec: SequenceSpec,
+        table: BlockTable,
+        token: ProducedToken,
+        *,
+        hashes: HashChain | None = None,
+        matcher: SequenceMatcher | None = None,
     ) -> None:
-        """Go on after `token`, the first new one, which the client already has.
+        """Go on after `token`, the first new one, which the client already has. `matcher` as with `add`.
 
         `table` holds the keys and values of prompt and resumed tokens and belongs to the engine once this returns;
         `hashes` are the names of its complete blocks, where somebody has computed them already.
-        Raises AlreadyExists when the id is live, IntegrityError when the table is too small; it is the caller's then.
+        Raises AlreadyExists when the id is live, IntegrityError when the table is too small, InvalidRequest when the
+        grammar does not allow the token; the table is the caller's then.
         """
         self._states.roster.check_new(spec.request_id)
+        check_constrained(spec, matcher)
         num_known = len(spec.prompt_token_ids) + len(spec.resumed_token_ids)
         if len(table) < blocks_for(num_known, block_size=self.config.block_size):
             raise IntegrityError(f"{len(table)} blocks do not hold the {num_known} tokens of {spec.request_id}")
@@ -132,7 +143,9 @@ class EngineCore:
             was_prefilled_elsewhere=True,
             hashes=hashes,
             num_published_blocks=table.num_shared,
+            matcher=matcher,
         )
+        sequence.follow(token.token_id)
         self._states.roster.enter(sequence)
         finish = sequence.finish_after(token.token_id, max_model_len=self.config.max_model_len)
         if finish is None:
@@ -223,12 +236,16 @@ class EngineCore:
         for chunk, rows in zip(plan.chunks, logits, strict=True):
             try:
                 self._apply(chunk, rows)
-            except ComputeFailed as error:
-                self._prefix_cache.withdraw(chunk.sequence)
+            except TwinstageError as error:
+                if isinstance(error, ComputeFailed):
+                    self._prefix_cache.withdraw(chunk.sequence)
                 self._states.fail(chunk.sequence, error)
 
     def _apply(self, chunk: ScheduledChunk, logits: Logits) -> None:
-        """Raises ComputeFailed where the logits are not numbers; tokens before that are in the record."""
+        """Raises what the sequence fails with, as ComputeFailed where the logits are not numbers.
+
+        Tokens before that are in the record.
+        """
         sequence = chunk.sequence
         is_prefill = sequence in self._states.prefill.prefilling
         sequence.mark_computed(chunk.known_end)

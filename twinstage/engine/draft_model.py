@@ -15,9 +15,10 @@ from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.sampler import Sampler
 from twinstage.engine.sequence import Sequence
 from twinstage.engine.step_model import Runner
-from twinstage.errors import ComputeFailed, KvExhausted
+from twinstage.errors import KvExhausted
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import blocks_for
+from twinstage.types import ProducedToken
 
 CATCH_UP_PER_STEP = 256  # known tokens that are computed before guessing, of all sequences
 
@@ -111,7 +112,7 @@ class ModelDrafter:
         tokens = self._sampler.sample(logits, [shadow.state for shadow in drawing])
         able = []
         for shadow, token in zip(drawing, tokens, strict=True):
-            if not isinstance(token, ComputeFailed) and token.token_id < self._num_tokens:
+            if isinstance(token, ProducedToken) and token.token_id < self._num_tokens:
                 shadow.draft(token.token_id)
                 able.append(shadow)
         return able

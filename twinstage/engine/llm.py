@@ -21,7 +21,10 @@ from twinstage.engine.output import EngineConfig, StepOutput
 from twinstage.engine.runner import choose_runner
 from twinstage.engine.sequence import SequenceStats
 from twinstage.engine.speculation import SpeculationOptions
-from twinstage.errors import ConfigError, IntegrityError, InternalError
+from twinstage.errors import ConfigError, IntegrityError, InternalError, InvalidRequest
+from twinstage.grammar.compiled import CompiledGrammars
+from twinstage.grammar.resolve import resolve_constraint
+from twinstage.grammar.shape import shape_violations
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.memory import BlockMemory
 from twinstage.kv.prefix_index import PrefixHasher
@@ -31,6 +34,7 @@ from twinstage.text.bundle import read_bundle
 from twinstage.text.stream import TextDelta, TextStream
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec, TextOptions
+from twinstage.types.constraints import OutputConstraint, RawStructuredOutput
 
 if TYPE_CHECKING:
     from twinstage.models.adapt import PagedModel
@@ -110,6 +114,7 @@ class LLM:
             model, options.revision, cache_directory=options.cache_directory, progress=options.progress
         )
         self.tokenizer = TextTokenizer(read_bundle(resolved.directory))
+        self._grammars = CompiledGrammars(self.tokenizer.bundle)
         self._model = load_chosen(
             resolved,
             weights=options.weights,
@@ -167,27 +172,33 @@ class LLM:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         text: TextOptions | None = None,
+        structured_output: RawStructuredOutput | None = None,
     ) -> list[GenerationResult]:
         """Continue every prompt (text or token ids), all together, and return the results in the same order.
 
-        Of each prompt there are `n` results in a row, which differ in the random numbers alone. `limits` replaces
+        Of each prompt there are `n` results in a row, which differ in the random numbers alone. Every output obeys
+        `structured_output`, whose grammar is compiled here, without limits of time and memory. `limits` replaces
         `max_tokens` where more is to be said. Raises the error of the first prompt that fails, after ending the others;
         no block stays in use in any case. Raises InternalError after `close`.
         """
         if self._closed:
             raise InternalError("this LLM is closed")
         limits = limits or GenerationLimits(max_tokens=max_tokens)
+        constraint = self._constraint(structured_output)
         specs: list[SequenceSpec] = []
         jobs: dict[RequestId, _Job] = {}  # by choice
         for prompt in prompts:
             spec = self._spec(prompt, sampling or SamplingParameters(), limits)
-            specs.append(replace(spec, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_choices=n))
+            specs.append(
+                replace(spec, logprobs=logprobs, prompt_logprobs=prompt_logprobs, num_choices=n, constraint=constraint)
+            )
             for index in range(n):
                 stream = TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens)
                 jobs[choice_id(spec.request_id, index)] = _Job(spec, stream)
         try:
             for spec in specs:
-                self.core.add(spec)
+                matcher = self._grammars.start_now(constraint) if constraint is not None else None
+                self.core.add(spec, matcher=matcher)
             while self.core.has_work:
                 self._deliver(self.core.step(), jobs)
         finally:
@@ -203,6 +214,7 @@ class LLM:
         self._model.close()
         if self._guesses is not None:
             self._guesses.close()
+        self._grammars.close()
         self.pool.check_integrity()
         self.memory.close()
         if self.pool.num_free != self.pool.num_blocks:
@@ -229,6 +241,13 @@ class LLM:
             min_tokens=limits.min_tokens,
             stop_token_ids=limits.stop_token_ids.union(model_stops),
         )
+
+    def _constraint(self, raw: RawStructuredOutput | None) -> OutputConstraint | None:
+        if raw is None:
+            return None
+        if violations := list(shape_violations(raw)):
+            raise InvalidRequest(violations)
+        return resolve_constraint(raw, self.tokenizer)
 
     def _deliver(self, output: StepOutput, jobs: dict[RequestId, _Job]) -> None:
         if output.failed:

@@ -1,7 +1,8 @@
 """From logits to tokens.
 
 The order, each step on the result of the one before: logit bias, penalties, suppression of stop tokens before
-`min_tokens`; then greedy choice, or temperature, top-k, top-p, min-p and a draw. Ties always go to the lower token id.
+`min_tokens`, the tokens that the grammar of the output allows; then greedy choice, or temperature, top-k, top-p, min-p
+and a draw. Ties always go to the lower token id.
 
 The random number of a token is a pure function of (seed, choice index, position), so any worker draws the same token
 at the same place. Each row is worked on alone and in one thread: a row does not depend on its neighbours.
@@ -22,13 +23,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from twinstage.engine.sequence import Sequence
-from twinstage.errors import ComputeFailed
+from twinstage.errors import ComputeFailed, InvalidRequest
+from twinstage.grammar.matcher import refused
 from twinstage.types import ProducedToken, SamplingParameters, TokenAlternative, TokenLogprobs
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 Row = NDArray[np.float32]  # [vocab]
 Weights = NDArray[np.float64]  # [count], of some tokens
 Ids = NDArray[np.int64]  # [count], token ids
+Sampled = ProducedToken | ComputeFailed | InvalidRequest  # the latter two say why there is no token
 
 _RANDOM_KEY = struct.Struct("<QIQ")  # seed, choice index, position
 _UINT64_MASK = (1 << 64) - 1
@@ -47,30 +50,39 @@ class Sampler:
     def __init__(self) -> None:
         self._scratch: Row = np.empty(0, dtype=np.float32)
 
-    def sample(self, logits: Logits, sequences: list[Sequence]) -> list[ProducedToken | ComputeFailed]:
+    def sample(self, logits: Logits, sequences: list[Sequence]) -> list[Sampled]:
         """The token after the last one of each sequence, from its row of `logits` (`[len(sequences), vocab]`).
 
-        ComputeFailed takes the place of a token where the logits are not numbers. The logits are left alone.
+        In the place of a token there is ComputeFailed where the logits are not numbers, and InvalidRequest where the
+        grammar of the output allows none. The logits are left alone.
         """
         if logits.shape[1] != len(self._scratch):
             self._scratch = np.empty(logits.shape[1], dtype=np.float32)
         return [self._sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
 
-    def _sample_row(self, raw: Row, sequence: Sequence) -> ProducedToken | ComputeFailed:
+    def _sample_row(self, raw: Row, sequence: Sequence) -> Sampled:
         best_id = int(raw.argmax())
         if not math.isfinite(raw[best_id]):  # NaN counts as the maximum
             return ComputeFailed(f"the model's logits for request {sequence.request_id} are not numbers")
-        values = _adjust(raw, sequence)
+        values, allowed = _adjust(raw, sequence), None
+        if sequence.matcher is not None:
+            try:
+                allowed = sequence.matcher.allowed_ids(sequence.spec.stop_token_ids, vocab_size=len(raw))
+            except InvalidRequest as error:
+                return error
+            values = values[allowed]  # what follows chooses among these, and knows no others
         if values is not raw:
             best_id = int(values.argmax())
             if not math.isfinite(values[best_id]):
-                return ComputeFailed(f"no token is left to choose from for request {sequence.request_id}")
+                return _nothing_left(sequence)
         sampling = sequence.spec.sampling
         if sampling.is_greedy:
             token_id = best_id
         else:
             uniform = random_uniform(sampling, position=len(sequence.output_token_ids))
             token_id = self._draw_from(values, float(values[best_id]), sampling, uniform)
+        if allowed is not None:
+            token_id = int(allowed[token_id])
         count = sequence.spec.logprobs
         return ProducedToken(
             token_id=token_id, logprobs=None if count is None else token_logprobs(raw, token_id, count=count)
@@ -101,9 +113,16 @@ class Sampler:
 
     def _weights(self, values: Row, peak: float, temperature: float) -> Row:
         """The weight of every token, in the scratch memory."""
-        np.subtract(values, np.float32(peak), out=self._scratch)
-        np.divide(self._scratch, np.float32(temperature), out=self._scratch)
-        return np.exp(self._scratch, out=self._scratch)
+        scratch = self._scratch[: len(values)]
+        np.subtract(values, np.float32(peak), out=scratch)
+        np.divide(scratch, np.float32(temperature), out=scratch)
+        return np.exp(scratch, out=scratch)
+
+
+def _nothing_left(sequence: Sequence) -> ComputeFailed | InvalidRequest:
+    if sequence.matcher is not None:
+        return refused("allows only tokens that stopping.min_tokens forbids: those of stopping.stop_token_ids")
+    return ComputeFailed(f"no token is left to choose from for request {sequence.request_id}")
 
 
 def random_uniform(sampling: SamplingParameters, *, position: int) -> float:

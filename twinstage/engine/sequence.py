@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from twinstage.errors import FieldViolation, KvExhausted
+from twinstage.errors import FieldViolation, InternalError, KvExhausted
+from twinstage.grammar.matcher import SequenceMatcher, refused
 from twinstage.kv.block_pool import BlockTable
 from twinstage.kv.fork import spare_blocks
 from twinstage.kv.layout import blocks_for
@@ -62,6 +63,7 @@ class Sequence:
     num_accepted_tokens: int = 0  # those that were right
     shortage: Shortage | None = None  # why it waits for blocks
     looked_up_at: int | None = None  # `BlockPool.changes` when the prefix index was last asked for more
+    matcher: SequenceMatcher | None = None  # of structured output; has taken `output_token_ids`
 
     @property
     def request_id(self) -> RequestId:
@@ -119,11 +121,20 @@ class Sequence:
         self.computed_prompt_tokens += min(end, num_prompt) - min(self.num_computed_tokens, num_prompt)
         self.num_computed_tokens = end
 
+    def follow(self, token_id: int) -> None:
+        """Let the grammar of the output know its last token. Raises InvalidRequest when it may not come."""
+        if self.matcher is None or token_id in self.spec.stop_token_ids:
+            return
+        if not self.matcher.accept(token_id):
+            raise refused(f"does not allow token {token_id} after {len(self.output_token_ids) - 1} tokens")
+
     def finish_after(self, token_id: int, *, max_model_len: int) -> Finish | None:
         """How the generation ends with `token_id`, its last output token; None when it goes on."""
         num_output = len(self.output_token_ids)
         if token_id in self.spec.stop_token_ids and num_output >= self.spec.min_tokens:
             return Finish(reason=FinishReason.STOP, matched_token_id=token_id)
+        if self.matcher is not None and self.matcher.is_over:
+            return Finish(reason=FinishReason.STOP)
         if num_output >= self.spec.max_tokens:
             return Finish(reason=FinishReason.LENGTH)
         if self.num_tokens >= max_model_len:
@@ -160,6 +171,12 @@ def admission_violations(spec: SequenceSpec, *, max_model_len: int) -> list[Fiel
     if len(spec.resumed_token_ids) >= spec.max_tokens:
         violations.append(FieldViolation("sequence.max_tokens", "must be more than the resumed tokens"))
     return violations
+
+
+def check_constrained(spec: SequenceSpec, matcher: SequenceMatcher | None) -> None:
+    """Raise InternalError for a constraint that nobody would see to."""
+    if (spec.constraint is None) != (matcher is None):
+        raise InternalError(f"request {spec.request_id} has come without the matcher of its constraint")
 
 
 def pool_too_small(sequence: Sequence, num_blocks: int, *, block_size: int) -> KvExhausted:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from twinstage.engine.choices import choices_of
 from twinstage.engine.plan import ScheduledChunk, StepPlan
-from twinstage.engine.sampler import Logits, Row, Sampler
+from twinstage.engine.sampler import Logits, Row, Sampled, Sampler
 from twinstage.engine.scoring import score_tokens
 from twinstage.engine.sequence import Sequence
-from twinstage.errors import ComputeFailed, TwinstageError
+from twinstage.errors import ComputeFailed, InvalidRequest, TwinstageError
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Finish, ProducedToken, PromptLogprobs
 
@@ -43,7 +43,7 @@ class Drawn:
 
     tokens: list[ProducedToken] = field(default_factory=list)
     finish: Finish | None = None
-    error: ComputeFailed | None = None
+    error: ComputeFailed | InvalidRequest | None = None
     num_accepted: int = 0  # guesses that were right
 
 
@@ -94,10 +94,11 @@ class StepModel:
         expected: tuple[int | None, ...] = (*chunk.draft_token_ids, None)
         for row, guess in zip(logits[-len(expected) :], expected, strict=True):
             token = self._draw_one(row, sequence)
-            if isinstance(token, ComputeFailed):
+            if not isinstance(token, ProducedToken):
                 drawn.error = token
                 break
             sequence.output_token_ids.append(token.token_id)
+            sequence.follow(token.token_id)
             drawn.tokens.append(token)
             drawn.finish = sequence.finish_after(token.token_id, max_model_len=max_model_len)
             if token.token_id != guess:
@@ -110,16 +111,16 @@ class StepModel:
         return drawn
 
     def draw_choices(self, sequence: Sequence, row: Row) -> list[ProducedToken]:
-        """A token for each choice of a prompt, all from the same logits. Raises ComputeFailed when there is none."""
+        """A token for each choice of a prompt, all from the same logits. Raises why there is none."""
         tokens = []
         for choice in choices_of(sequence):
             token = self._draw_one(row, choice)
-            if isinstance(token, ComputeFailed):
+            if not isinstance(token, ProducedToken):
                 raise token
             tokens.append(token)
         return tokens
 
-    def _draw_one(self, row: Row, sequence: Sequence) -> ProducedToken | ComputeFailed:
+    def _draw_one(self, row: Row, sequence: Sequence) -> Sampled:
         try:
             return self._sampler.sample(row[None], [sequence])[0]
         # What goes wrong with one request's numbers ends that request alone.

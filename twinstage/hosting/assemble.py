@@ -15,7 +15,9 @@ from twinstage.engine.open_speculation import Target, open_speculation
 from twinstage.engine.output import EngineConfig
 from twinstage.engine.runner import choose_runner
 from twinstage.engine.speculation import SpeculationOptions
-from twinstage.errors import ConfigError
+from twinstage.errors import ConfigError, TaskNotSupported
+from twinstage.grammar.compiled import CompiledGrammars
+from twinstage.grammar.matcher import SequenceMatcher
 from twinstage.hosting.found_model import FoundModel, report_progress
 from twinstage.hosting.settings import WorkerSettings
 from twinstage.kv.block_pool import BlockPool
@@ -25,7 +27,7 @@ from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.models.choose import load_chosen
 from twinstage.models.describe import describe_model
 from twinstage.telemetry.log import get_logger
-from twinstage.types import Role, WorkerDescription
+from twinstage.types import Role, SequenceSpec, WorkerDescription
 
 if TYPE_CHECKING:
     from twinstage.models.adapt import PagedModel
@@ -44,6 +46,7 @@ class EngineParts:
     layout: KvLayout
     memory: BlockMemory
     hasher: PrefixHasher | None = None  # names blocks for the prefix cache; None: there is none
+    grammars: CompiledGrammars | None = None  # of structured output; None: there is no tokenizer
     end_model: Callable[[], None] = lambda: None  # ends the threads of the model
     end_speculation: Callable[[], None] = lambda: None  # and what guesses ahead for it
 
@@ -66,8 +69,21 @@ class EngineParts:
             logger.error("kv blocks leaked", owners=self.pool.owners())
         self.end_model()
         self.end_speculation()
+        if self.grammars is not None:
+            self.grammars.close()
         self.memory.close()
         return leaked
+
+    async def matcher_for(self, spec: SequenceSpec) -> SequenceMatcher | None:
+        """The matcher of a sequence's constraint, which has taken its resumed tokens; None without a constraint.
+
+        Raises InvalidRequest, and Overloaded when it takes too long.
+        """
+        if spec.constraint is None:
+            return None
+        if self.grammars is None:
+            raise TaskNotSupported("this worker has no tokenizer, which structured output needs")
+        return await self.grammars.start(spec.constraint, spec.resumed_token_ids)
 
 
 def build_engine(
@@ -128,7 +144,15 @@ def build_engine(
         num_blocks=num_blocks,
         numerics=chosen.numerics,
     )
-    parts = EngineParts(core=core, pool=pool, layout=layout, memory=memory, hasher=hasher, end_model=model.close)
+    parts = EngineParts(
+        core=core,
+        pool=pool,
+        layout=layout,
+        memory=memory,
+        hasher=hasher,
+        grammars=CompiledGrammars(found.bundle),
+        end_model=model.close,
+    )
     return parts if guesses is None else replace(parts, end_speculation=guesses.close), description
 
 

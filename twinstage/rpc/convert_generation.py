@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from twinstage.rpc.convert_chat import chat_prompt_from_proto, message_to_proto, tool_call_deltas_to_proto
+from twinstage.rpc.convert_structured import structured_output_from_proto
 from twinstage.rpc.convert_values import (
     float_as_written,
     optional_float_from_proto,
@@ -33,6 +34,7 @@ from twinstage.types import (
     TokenPrompt,
     Usage,
 )
+from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import common_pb2, generation_pb2
 
 TokenText = Callable[[int], str]
@@ -59,7 +61,7 @@ def generate_request_from_proto(request: generation_pb2.GenerateRequest) -> RawG
         sampling=sampling_from_proto(request.sampling),
         stopping=stopping_from_proto(request.stopping),
         output=output_from_proto(request.output),
-        has_structured_output=request.HasField("structured_output"),
+        structured_output=_structured_output(request),
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
@@ -73,10 +75,18 @@ def chat_request_from_proto(request: generation_pb2.ChatRequest) -> RawGeneratio
         sampling=sampling_from_proto(request.sampling),
         stopping=stopping_from_proto(request.stopping),
         output=output_from_proto(request.output),
-        has_structured_output=request.HasField("structured_output"),
+        structured_output=_structured_output(request),
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
+
+
+def _structured_output(
+    request: generation_pb2.GenerateRequest | generation_pb2.ChatRequest,
+) -> RawStructuredOutput | None:
+    if not request.HasField("structured_output"):
+        return None
+    return structured_output_from_proto(request.structured_output)
 
 
 def sampling_from_proto(sampling: common_pb2.SamplingOptions) -> RawSampling:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 
+from twinstage.rpc.convert_structured import output_constraint_from_proto, output_constraint_to_proto
 from twinstage.types import (
     Finish,
     FinishReason,
@@ -67,6 +68,7 @@ def sequence_spec_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
         num_choices=spec.num_choices,
         prompt_logprobs=spec.prompt_logprobs,
         traceparent=spec.traceparent,
+        constraint=output_constraint_to_proto(spec.constraint) if spec.constraint is not None else None,
     )
 
 
@@ -96,6 +98,7 @@ def sequence_spec_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         num_choices=message.num_choices or 1,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         traceparent=message.traceparent,
+        constraint=output_constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
     )
 
 

@@ -56,6 +56,11 @@ class TextTokenizer:
         return self.special_token_ids & frozenset(token_id for token_id in found if token_id is not None)
 
     @cached_property
+    def added_token_ids(self) -> frozenset[int]:
+        """Ids of tokens that are found in a text before it is split: their spelling is always that one token."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @cached_property
     def has_byte_fallback(self) -> bool:
         """Whether tokens spelled <0x00> to <0xFF> are joined as bytes, a whole run at a time."""
         decoder = self._tokenizer.decoder

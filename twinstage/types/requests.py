@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from twinstage.types.constraints import RawStructuredOutput
 from twinstage.types.tools import Tool, ToolCall, ToolChoice
 
 
@@ -123,7 +124,7 @@ class RawGenerationRequest:
     sampling: RawSampling = field(default_factory=RawSampling)
     stopping: RawStopping = field(default_factory=RawStopping)
     output: RawOutput = field(default_factory=RawOutput)
-    has_structured_output: bool = False
+    structured_output: RawStructuredOutput | None = None
     priority: int = 0
     cache_salt: str = ""
 

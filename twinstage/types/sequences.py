@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from twinstage.types.basics import GREEDY_TEMPERATURE, RequestId
+from twinstage.types.constraints import OutputConstraint
 from twinstage.types.tools import AnswerFormat
 
 
@@ -55,6 +56,7 @@ class SequenceSpec:
     cache_salt: str = ""
     prompt_logprobs: int | None = None
     traceparent: str = ""
+    constraint: OutputConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

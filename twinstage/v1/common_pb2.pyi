@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_BACKEND_UNSPECIFIED: _GrammarBackend.ValueType  # 0
+    """The server chooses."""
+    GRAMMAR_BACKEND_XGRAMMAR: _GrammarBackend.ValueType  # 1
+    """XGrammar. It lets pass what it does not support of a JSON schema, as far as it does not know better."""
+    GRAMMAR_BACKEND_LLGUIDANCE: _GrammarBackend.ValueType  # 2
+    """llguidance. No structural tags."""
+
+class GrammarBackend(_GrammarBackend, metaclass=_GrammarBackendEnumTypeWrapper):
+    """A library that compiles grammars."""
+
+GRAMMAR_BACKEND_UNSPECIFIED: GrammarBackend.ValueType  # 0
+"""The server chooses."""
+GRAMMAR_BACKEND_XGRAMMAR: GrammarBackend.ValueType  # 1
+"""XGrammar. It lets pass what it does not support of a JSON schema, as far as it does not know better."""
+GRAMMAR_BACKEND_LLGUIDANCE: GrammarBackend.ValueType  # 2
+"""llguidance. No structural tags."""
+Global___GrammarBackend: _TypeAlias = GrammarBackend  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -371,7 +395,11 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """A grammar that the output must follow. Exactly one form."""
+    """A grammar that the output must follow. Exactly one form. Tokens that the grammar does not allow are never drawn; log
+    probabilities are those before that. A generation ends by itself where the grammar allows nothing more, even before
+    min_tokens; an end-of-sequence token is drawn only where the grammar may end. What ends it otherwise (max_tokens, stop
+    strings, time_limit) may leave the output incomplete.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,19 +409,31 @@ class StructuredOutput(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema (2020-12), as JSON text. Keywords that the backend does not support are refused by name."""
     json_object: _builtins.bool
-    """Any JSON object, when true."""
+    """Any JSON object. Only true has a meaning."""
     regex: _builtins.str
-    """A regular expression."""
+    """A regular expression that matches the whole output, in the syntax of Rust (llguidance) or ECMAScript (xgrammar);
+    without lookaround and back references. At most 16,384 characters.
+    """
     grammar: _builtins.str
-    """A context-free grammar in EBNF."""
+    """A context-free grammar: EBNF as in GBNF (root ::= ...), or Lark (start: ...), which is llguidance's. At most 65,536
+    characters.
+    """
     structural_tag: _builtins.str
-    """A structural tag, as JSON text."""
+    """A structural tag of xgrammar, as JSON text: free text with structured parts."""
+    backend: Global___GrammarBackend.ValueType
+    """The library that compiles the grammar. Default: the server's choice, by the form."""
     @_builtins.property
     def choice(self) -> Global___ChoiceConstraint:
         """One of these strings."""
+
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningConstraint:
+        """The output begins with reasoning, and the grammar is for what follows it. Default: it is for the whole output."""
 
     def __init__(
         self,
@@ -404,10 +444,12 @@ class StructuredOutput(_message.Message):
         choice: Global___ChoiceConstraint | None = ...,
         grammar: _builtins.str = ...,
         structural_tag: _builtins.str = ...,
+        backend: Global___GrammarBackend.ValueType = ...,
+        reasoning: Global___ReasoningConstraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
@@ -424,7 +466,7 @@ class ChoiceConstraint(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The allowed outputs; at least one, none empty."""
+        """The allowed outputs; 1 to 1,024, none empty."""
 
     def __init__(
         self,
@@ -438,6 +480,36 @@ class ChoiceConstraint(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChoiceConstraint: _TypeAlias = ChoiceConstraint  # noqa: Y015
+
+@_typing.final
+class ReasoningConstraint(_message.Message):
+    """The reasoning with which an output begins. Until it has ended, no token is drawn that ends the generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    end: _builtins.str
+    """The marker that ends it: a special token of the model, or several. Default "</think>"; 1 to 64 characters."""
+    @_builtins.property
+    def constraint(self) -> Global___StructuredOutput:
+        """A constraint for the reasoning itself; without reasoning of its own. Default: it is free."""
+
+    def __init__(
+        self,
+        *,
+        end: _builtins.str | None = ...,
+        constraint: Global___StructuredOutput | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_end", b"_end", "constraint", b"constraint", "end", b"end"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end", b"_end", "constraint", b"constraint", "end", b"end"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__end: _TypeAlias = _typing.Literal["end"]  # noqa: Y015
+    _WhichOneofArgType__end: _TypeAlias = _typing.Literal["_end", b"_end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__end) -> _WhichOneofReturnType__end | None: ...
+
+Global___ReasoningConstraint: _TypeAlias = ReasoningConstraint  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -106,9 +106,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def structured_output(self) -> _common_pb2.StructuredOutput:
-        """A grammar for the output. Default: none.
-        Not in this version: refused with UNIMPLEMENTED.
-        """
+        """A grammar for the output. Default: none."""
 
     def __init__(
         self,
@@ -632,9 +630,7 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def structured_output(self) -> _common_pb2.StructuredOutput:
-        """A grammar for the answer. Default: none.
-        Not in this version: refused with UNIMPLEMENTED.
-        """
+        """A grammar for the answer. Default: none."""
 
     @_builtins.property
     def chat_template_kwargs(self) -> _struct_pb2.Struct:

@@ -524,6 +524,7 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
@@ -577,6 +578,10 @@ class SequenceSpec(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the generation, end-of-sequence tokens included unless ignored."""
 
+    @_builtins.property
+    def constraint(self) -> Global___OutputConstraint:
+        """What the output obeys; absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -601,11 +606,12 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.str = ...,
         num_choices: _builtins.int = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        constraint: Global___OutputConstraint | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_choices", b"num_choices", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -617,6 +623,80 @@ class SequenceSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class OutputConstraint(_message.Message):
+    """What an output obeys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    REASONING_END_IDS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer(self) -> Global___Grammar:
+        """The grammar of the output, or of what follows the reasoning."""
+
+    @_builtins.property
+    def reasoning_end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end the reasoning, with which the output begins; none: it begins with the answer."""
+
+    @_builtins.property
+    def reasoning(self) -> Global___Grammar:
+        """The grammar of the reasoning; absent: it is free."""
+
+    def __init__(
+        self,
+        *,
+        answer: Global___Grammar | None = ...,
+        reasoning_end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reasoning: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "reasoning", b"reasoning", "reasoning_end_ids", b"reasoning_end_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputConstraint: _TypeAlias = OutputConstraint  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """A grammar that the router has seen compile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKEND_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    backend: _builtins.str
+    """The backend that compiles it: "xgrammar" or "llguidance"."""
+    form: _builtins.str
+    """How it is written, as the public API calls it: "json_schema", "json_object", "regex", "choice", "grammar" or
+    "structural_tag".
+    """
+    text: _builtins.str
+    """The schema, expression, grammar or tag."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The allowed outputs of a choice."""
+
+    def __init__(
+        self,
+        *,
+        backend: _builtins.str = ...,
+        form: _builtins.str = ...,
+        text: _builtins.str = ...,
+        choices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "choices", b"choices", "form", b"form", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
