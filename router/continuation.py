@@ -47,6 +47,7 @@ class Continuation:
         self._request = request
         self._model = model
         self._choices = choices
+        self._num_open = len(choices)  # that have not ended
         self._workers = workers
         self._delivery = delivery
         self._probation = probation
@@ -76,7 +77,7 @@ class Continuation:
     @property
     def is_done(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish is not None for choice in self._choices)
+        return self._num_open == 0
 
     # --- attempts ---------------------------------------------------------------------------------
 
@@ -244,8 +245,10 @@ class Continuation:
             choice = self._choices[chunk.choice_index]
             delta = choice.take(chunk)
             self._delivery.send(choice, delta)
-            if delta.finish is not None and chunk.finish is None:
-                ended.append(chunk.choice_index)
+            if delta.finish is not None:
+                self._num_open -= 1
+                if chunk.finish is None:
+                    ended.append(chunk.choice_index)
         if ended and receiver is not None and not self.is_done:  # else the end of the attempt ends them all
             for position in ended:
                 receiver.subscription.end_choice(position)

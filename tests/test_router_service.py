@@ -169,6 +169,37 @@ async def test_stream_equals_unary_and_has_its_events_in_order() -> None:
         assert events[-1].summary.usage == unary.usage
 
 
+async def test_every_prompt_and_choice_has_its_result_streamed_or_not() -> None:
+    async with serving() as service:
+        prompts = [generation_pb2.PromptInput(prompt=text) for text in ("one", "two")]
+        request = generation_pb2.GenerateRequest(
+            batch=generation_pb2.PromptBatch(prompts=prompts),
+            sampling=common_pb2.SamplingOptions(seed=3, n=3),
+            output=common_pb2.OutputOptions(logprobs=0, return_token_ids=True),
+        )
+        unary = await service.generation.Generate(request, timeout=10)
+        assert [result.index for result in unary.results] == list(range(6))
+        assert len({result.text for result in unary.results}) == 6
+        assert (unary.usage.prompt_tokens, unary.usage.completion_tokens) == (6, 6 * 16)
+        events = [event async for event in service.generation.GenerateStream(request, timeout=10)]
+        assert [event.WhichOneof("event") for event in events].count("prompt_info") == 1
+        assert sorted(event.finished.index for event in events if event.HasField("finished")) == list(range(6))
+        for result in unary.results:
+            deltas = [event.delta for event in events if event.HasField("delta") and event.delta.index == result.index]
+            assert "".join(delta.text for delta in deltas) == result.text
+            assert [token for delta in deltas for token in delta.token_ids] == list(result.token_ids)
+            assert sum(len(delta.logprobs) for delta in deltas) == len(result.logprobs) == 16
+        assert events[-1].summary.usage == unary.usage
+        chat = generation_pb2.ChatRequest(
+            messages=[generation_pb2.ChatMessage(role="user", content="hi")],
+            sampling=common_pb2.SamplingOptions(seed=3, n=2),
+        )
+        answers = (await service.generation.Chat(chat, timeout=10)).results
+        assert [answer.index for answer in answers] == [0, 1]
+        chat.sampling.n = 1
+        assert (await service.generation.Chat(chat, timeout=10)).results[0] == answers[0] != answers[1]
+
+
 async def test_chat() -> None:
     async with serving() as service:
         request = generation_pb2.ChatRequest(
