@@ -21,6 +21,7 @@ from twinstage.engine.step_model import Runner, StepModel
 
 MARK = 211
 SLOW_CHUNK_S, SLOW_TOKEN_S = 0.05, 0.004
+LAST_WORD_S = 0.2  # from when a worker computes its last step until it dies
 FAULTY = "TWINSTAGE_TEST_FAULTY"  # the roles and worker ids that do, separated by commas
 
 
@@ -68,6 +69,7 @@ class _FaultyRunner:
             time.sleep(_SLOW[wrong])
         for wrong in happening - _SLOW.keys() if self._may_fail else ():
             if wrong in (Wrong.DEATH_ON_PREFILL, Wrong.DEATH_ON_DECODE):
+                time.sleep(LAST_WORD_S)  # what was computed before has been told
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"{wrong.name} of a marked prompt")
         return self._runner.run(plan)

@@ -207,7 +207,7 @@ def test_death_of_decode_in_the_middle_of_several_choices(cluster: CaseCluster, 
             answer = reading.result(120)
     cluster.restart(victim)
     assert answer.content() == whole.content()
-    assert answer.retries == 1
+    assert answer.retries
 
 
 @BOTH
