@@ -104,6 +104,19 @@ async def test_tool_calls_whole_and_streamed(client: AsyncTwinstageClient, monke
     assert deltas[-1].finish.reason is FinishReason.TOOL_CALLS
 
 
+async def test_each_choice_has_calls_of_its_own(client: AsyncTwinstageClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, f"<think>Hm?</think>\n\nLet me add.\n{CALLS}")
+    two = Options(sampling=Sampling(seed=1, n=2), timeout_s=20)
+    answer = await client.chat("1 + 1?", two, tools=[TOOL])
+    async with client.chat_stream("1 + 1?", two, tools=[TOOL]) as stream:
+        assert len([delta async for delta in stream if delta.finish is not None]) == 2
+    messages = [*(result.message for result in answer.results), stream.message(0), stream.message(1)]
+    assert all(message is not None and message.reasoning == "Hm?" for message in messages)
+    calls = [call for message in messages if message is not None for call in message.tool_calls]
+    assert [call.arguments for call in calls] == [ARGUMENTS, "{}"] * 4
+    assert len({call.id for call in calls}) == 8
+
+
 async def test_an_answer_goes_back_with_its_result(
     client: AsyncTwinstageClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
