@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from twinstage.types import ToolCallDelta
 
@@ -23,17 +23,14 @@ class AnswerDelta:
 class AnswerBuilder:
     """Takes the parts that a parser finds.
 
-    Whitespace between content and calls is nobody's: it is held back until text follows it, and a call drops it.
+    Whitespace around reasoning, and between content and calls, is nobody's: it is held back until text follows it.
     """
 
     def __init__(self, *, new_call_id: Callable[[], str], parallel: bool) -> None:
         self._new_call_id = new_call_id
         self._max_calls = None if parallel else 1
-        self._delta = AnswerDelta()
-        self._held_space = ""
-        self._held_reasoning_space = ""
-        self._has_reasoning = False
-        self._has_content = False
+        self._content, self._reasoning = _HeldText(), _HeldText()
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []  # each with the pieces of its arguments
         self._num_calls = 0
         self._num_complete = 0
 
@@ -44,40 +41,36 @@ class AnswerBuilder:
 
     def take(self) -> AnswerDelta:
         """What was added since the last time."""
-        taken, self._delta = self._delta, AnswerDelta()
-        return taken
+        calls, self._calls = self._calls, []
+        return AnswerDelta(
+            content=self._content.take(),
+            reasoning=self._reasoning.take(),
+            tool_calls=[replace(call, arguments="".join(pieces)) for call, pieces in calls],
+        )
 
     def reasoning(self, text: str) -> None:
-        """More reasoning; whitespace around it is left out."""
-        text = self._held_reasoning_space + text
-        if not self._has_reasoning:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._held_reasoning_space = text[len(shown) :]
-        self._delta.reasoning += shown
-        self._has_reasoning = self._has_reasoning or bool(shown)
+        """More reasoning."""
+        self._reasoning.add(text, strips_beginning=True)
 
     def content(self, text: str) -> None:
-        """More content; its end is held back where it is whitespace."""
-        text = self._held_space + text
-        if self._num_calls and not self._has_content:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._held_space = text[len(shown) :]
-        self._delta.content += shown
-        self._has_content = self._has_content or bool(shown)
+        """More content."""
+        self._content.add(text, strips_beginning=self._num_calls > 0)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """A call of a tool that the request knows; its arguments follow."""
-        self._held_space = ""
+        self._content.drop_space()
         self._num_calls += 1
         if self._is_wanted:
-            self._add(ToolCallDelta(index=self._num_calls - 1, id=call_id or self._new_call_id(), name=name))
+            call = ToolCallDelta(index=self._num_calls - 1, id=call_id or self._new_call_id(), name=name)
+            self._calls.append((call, []))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that was begun last."""
-        if self._is_wanted and text:
-            self._add(ToolCallDelta(index=self._num_calls - 1, arguments=text))
+        if not self._is_wanted or not text:
+            return
+        if not self._calls:
+            self._calls.append((ToolCallDelta(index=self._num_calls - 1), []))
+        self._calls[-1][1].append(text)
 
     def end_call(self) -> None:
         """The call that was begun last has all its arguments."""
@@ -86,18 +79,43 @@ class AnswerBuilder:
     def end(self) -> None:
         """Nothing follows: whitespace at the end of the content is part of it, and behind a call it is not."""
         if not self._num_calls:
-            self._delta.content += self._held_space
-        self._held_space = ""
+            self._content.show_space()
 
     @property
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self._num_calls <= self._max_calls
 
-    def _add(self, delta: ToolCallDelta) -> None:
-        last = self._delta.tool_calls[-1] if self._delta.tool_calls else None
-        if last is None or last.index != delta.index:
-            self._delta.tool_calls.append(delta)
-        else:
-            self._delta.tool_calls[-1] = ToolCallDelta(
-                index=last.index, id=last.id, name=last.name, arguments=last.arguments + delta.arguments
-            )
+
+class _HeldText:
+    """Text that comes in pieces, whose end is held back where it is whitespace."""
+
+    def __init__(self) -> None:
+        self._shown: list[str] = []
+        self._held: list[str] = []  # whitespace
+        self._has_text = False
+
+    def add(self, text: str, *, strips_beginning: bool) -> None:
+        """Add a piece; with `strips_beginning`, whitespace before the first text is left out."""
+        body = text.rstrip()
+        if body:
+            if strips_beginning and not self._has_text:
+                self.drop_space()
+                self._shown.append(body.lstrip())
+            else:
+                self.show_space()
+                self._shown.append(body)
+            self._has_text = True
+        self._held.append(text[len(body) :])
+
+    def drop_space(self) -> None:
+        self._held.clear()
+
+    def show_space(self) -> None:
+        self._shown += self._held
+        self._held.clear()
+
+    def take(self) -> str:
+        """What may be shown and was not taken yet."""
+        text = "".join(self._shown)
+        self._shown.clear()
+        return text
