@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from router.admission import Admission, check_fields, kind_of
+from router.admission.forced_calls import blame_tools, must_call, with_forced_calls
 from router.catalog import find_model
 from router.failover import FailoverPolicy, Probation
 from router.flow import Flow
@@ -31,7 +32,7 @@ from router.together import run_together
 from router.trace import reason_of
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
-from twinstage.errors import Cancelled, DeadlineExceeded, Unavailable
+from twinstage.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from twinstage.grammar.checking import GrammarChecks
 from twinstage.telemetry.log import get_logger
 from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
@@ -114,6 +115,7 @@ class Generation:
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
         check_fields(raw, model)
+        raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
         constraint = await self._constraint(raw, model, deadline_s)
         request_id = choose_request_id(raw.request_id, fallback_id, self._live)
@@ -154,6 +156,8 @@ class Generation:
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await self._grammars.judge(raw.structured_output, model.tokenizer)
+        except InvalidRequest as error:
+            raise (blame_tools(error) if must_call(raw.prompt) else error) from None
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline is over") from None
 

@@ -16,8 +16,8 @@ import fake_workers
 from fake_workers import ALPHABET, FakeCluster, make_bundle, make_model, until
 from router.__main__ import Router
 from router.config import RouterSettings
-from twinstage.client import AsyncTwinstageClient, Options, Sampling, Tool, ToolChoice, ToolChoiceMode
-from twinstage.errors import InvalidRequest, Unimplemented
+from twinstage.client import AsyncTwinstageClient, Options, Sampling, Tool
+from twinstage.errors import InvalidRequest
 from twinstage.rpc.convert_chat import fill_conversation
 from twinstage.settings import read_settings
 from twinstage.types import ChatMessage, ChatPrompt, FinishReason, SequenceSpec
@@ -150,9 +150,6 @@ async def test_refusals(client: AsyncTwinstageClient) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await client.chat([ChatMessage(role="tool")], OPTIONS, tools=[TOOL, TOOL])
     assert {violation.field for violation in caught.value.violations} == {"messages[0].tool_call_id", "tools[1].name"}
-    for choice in ("required", ToolChoice(mode=ToolChoiceMode.NAMED, function="add")):
-        with pytest.raises(Unimplemented, match="tool_choice"):
-            await client.chat("?", OPTIONS, tools=[TOOL], tool_choice=choice)
 
 
 async def test_rendering_is_that_of_chat(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from router.admission.forced_calls import must_call
 from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.answers.reasoning import REASONING_STYLES
@@ -16,6 +17,7 @@ from twinstage.text.answers.registry import (
 )
 from twinstage.types import AnswerFormat, ChatPrompt, Prompt, ToolChoiceMode
 
+FORCED_CALLS = "json_array"  # what a grammar holds any model to
 AUTO, NONE = "auto", "none"
 _TAIL_TOKENS = 32  # of the prompt, in which a start tag would stand
 
@@ -73,7 +75,7 @@ def answer_format(
         return None
     template = prompt.chat_template or model.tokenizer.bundle.chat_template
     reasoning_parser = parsers.reasoning_parser(model.name, template)
-    tool_parser = parsers.tool_parser(model.name, template)
+    tool_parser = FORCED_CALLS if must_call(prompt) else parsers.tool_parser(model.name, template)
     tools = () if prompt.tool_choice is not None and prompt.tool_choice.mode is ToolChoiceMode.NONE else prompt.tools
     if tools and not tool_parser:
         raise InvalidRequest([FieldViolation("tools", _no_parser(model.name))])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from router.admission.answers import ParserChoice
 from router.worker_entry import ServedModel
 from twinstage.errors import Unimplemented
-from twinstage.types import BatchPrompt, ChatPrompt, RawGenerationRequest, Task, ToolChoiceMode
+from twinstage.types import BatchPrompt, RawGenerationRequest, Task
 
 
 class Capability(enum.Enum):
@@ -52,16 +52,6 @@ _ASKED: tuple[tuple[Capability, str, Callable[[RawGenerationRequest], bool]], ..
         lambda raw: raw.stopping.repetition is not None,
     ),
 )
-# What no model can do in this version.
-_MISSING: tuple[tuple[str, Callable[[RawGenerationRequest], bool]], ...] = (
-    ("tool_choice.mode required", lambda raw: _forced(raw) is ToolChoiceMode.REQUIRED),
-    ("tool_choice.function", lambda raw: _forced(raw) is ToolChoiceMode.NAMED),
-)
-
-
-def _forced(raw: RawGenerationRequest) -> ToolChoiceMode | None:
-    choice = raw.prompt.tool_choice if isinstance(raw.prompt, ChatPrompt) else None
-    return None if choice is None else choice.mode
 
 
 def capabilities_of(model: ServedModel, parsers: ParserChoice | None = None) -> frozenset[Capability]:
@@ -84,6 +74,5 @@ def check_capabilities(raw: RawGenerationRequest, model: ServedModel) -> None:
     """Raises Unimplemented that names every field by which the request asks for more than there is."""
     able = capabilities_of(model)
     missing = [field for capability, field, is_asked in _ASKED if capability not in able and is_asked(raw)]
-    missing += [field for field, is_asked in _MISSING if is_asked(raw)]
     if missing:
         raise Unimplemented(f"this version does not implement {', '.join(missing)}; leave it out")

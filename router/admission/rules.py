@@ -5,6 +5,7 @@ from __future__ import annotations
 from router.admission.capabilities import check_capabilities
 from router.admission.conversations import check_conversation
 from router.admission.defaults import resolve_max_tokens
+from router.admission.forced_calls import must_call
 from router.limits import (
     MAX_BIAS,
     MAX_CHOICES,
@@ -51,6 +52,8 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     violations.check_number("output.prompt_logprobs", raw.output.prompt_logprobs, low=0, high=MAX_LOGPROBS)
     if raw.structured_output is not None:
         violations.extend(shape_violations(raw.structured_output))
+        if must_call(raw.prompt):
+            violations.add("structured_output", "excludes a tool_choice that forces calls; set only one of them")
     violations.raise_any()
     check_capabilities(raw, model)
 

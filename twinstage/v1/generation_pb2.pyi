@@ -638,13 +638,15 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Functions that the model may ask the caller to run. Default: none. At most 128. Needs a model whose way of calling
-        tools the router knows, by its chat template or by --tool-parser.
+        """Functions that the model may ask the caller to run. Default: none. At most 128. Unless calls are forced, this needs a
+        model whose way of calling tools the router knows, by its chat template or by --tool-parser.
         """
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """Whether the model may or must call tools. Default: it may, where there are any."""
+        """Whether the model may or must call tools. Default: it may, where there are any. Where it must, a grammar holds the
+        answer to calls that obey the tools' schemas; any model can be held to them, and structured_output is excluded.
+        """
 
     def __init__(
         self,

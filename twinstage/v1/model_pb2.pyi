@@ -68,7 +68,7 @@ class _ModelCapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Model
     MODEL_CAPABILITY_STRUCTURED_OUTPUT: _ModelCapability.ValueType  # 8
     """`structured_output`."""
     MODEL_CAPABILITY_TOOLS: _ModelCapability.ValueType  # 9
-    """`tools` of a chat request."""
+    """`tools` of a chat request, which the model calls as it sees fit. Any model that chats can be forced to call them."""
     MODEL_CAPABILITY_REASONING: _ModelCapability.ValueType  # 10
     """Thoughts come apart from the answer."""
     MODEL_CAPABILITY_EMBED: _ModelCapability.ValueType  # 11
@@ -96,7 +96,7 @@ MODEL_CAPABILITY_REPETITION_DETECTION: ModelCapability.ValueType  # 7
 MODEL_CAPABILITY_STRUCTURED_OUTPUT: ModelCapability.ValueType  # 8
 """`structured_output`."""
 MODEL_CAPABILITY_TOOLS: ModelCapability.ValueType  # 9
-"""`tools` of a chat request."""
+"""`tools` of a chat request, which the model calls as it sees fit. Any model that chats can be forced to call them."""
 MODEL_CAPABILITY_REASONING: ModelCapability.ValueType  # 10
 """Thoughts come apart from the answer."""
 MODEL_CAPABILITY_EMBED: ModelCapability.ValueType  # 11
