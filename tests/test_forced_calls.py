@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer
 
 from fake_workers import make_bundle
 from harness import ProcessCluster
-from router.admission.forced_calls import behind_reasoning, schema_of_calls, with_forced_calls
+from router.admission.answers import behind_reasoning
+from router.admission.forced_calls import schema_of_calls, with_forced_calls
 from twinstage.client import ChatMessage, Options, Sampling, Stopping, Tool, ToolChoice, ToolChoiceMode, TwinstageClient
 from twinstage.client import StructuredOutput as Structured
 from twinstage.errors import InvalidRequest
@@ -77,6 +79,13 @@ def test_calls_are_forced_behind_reasoning() -> None:
     answer = AnswerFormat(tool_parser="json_array", reasoning_parser="qwen3")
     assert behind_reasoning(constraint, answer, tokenizer) == (constraint, answer)
     thinking = replace(answer, starts_in_reasoning=True)
+    with_marker = Tokenizer.from_str(tokenizer.bundle.tokenizer_json)
+    with_marker.add_tokens(["</think>"])
+    marked = TextTokenizer(replace(tokenizer.bundle, tokenizer_json=with_marker.to_str()))
+    delayed = replace(constraint, reasoning_end_ids=(257,))
+    assert behind_reasoning(constraint, thinking, marked) == (delayed, thinking)
+    asked = replace(constraint, reasoning_end_ids=(9,))
+    assert behind_reasoning(asked, thinking, marked) == (asked, thinking)
     # Its marker is no token of this tokenizer, so that nobody could tell when it has ended.
     assert behind_reasoning(constraint, thinking, tokenizer) == (constraint, replace(answer, reasoning_parser=""))
 

@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 
-from router.admission.answers import ParserChoice, answer_format
+from router.admission.answers import ParserChoice, answer_format, behind_reasoning
 from router.admission.defaults import resolve_max_tokens, resolve_repetition, resolve_sampling
-from router.admission.forced_calls import behind_reasoning, must_call
 from router.admission.prompts import check_lengths, tokenize_all, tokenize_rendered
 from router.worker_entry import ServedModel
 from twinstage.text.answers.registry import special_tokens_of
@@ -75,7 +74,7 @@ class Admission:
     ) -> AdmittedRequest:
         """The request for one prompt."""
         answer = answer_format(raw.prompt, model, self._parsers, token_ids=token_ids) if raw.prompt else None
-        if constraint is not None and answer is not None and must_call(raw.prompt):
+        if constraint is not None and answer is not None:
             constraint, answer = behind_reasoning(constraint, answer, model.tokenizer)
         return AdmittedRequest(
             spec=_resolve_spec(raw, model, request_id=request_id, token_ids=token_ids, constraint=constraint),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.admission.forced_calls import must_call
 from router.worker_entry import ServedModel
@@ -15,7 +15,9 @@ from twinstage.text.answers.registry import (
     detect_reasoning_parser,
     detect_tool_parser,
 )
+from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import AnswerFormat, ChatPrompt, Prompt, ToolChoiceMode
+from twinstage.types.constraints import OutputConstraint
 
 FORCED_CALLS = "json_array"  # what a grammar holds any model to
 AUTO, NONE = "auto", "none"
@@ -90,6 +92,21 @@ def answer_format(
         reasoning_parser=reasoning_parser,
         starts_in_reasoning=bool(reasoning_parser) and _starts_in_reasoning(reasoning_parser, prompt, model, token_ids),
     )
+
+
+def behind_reasoning(
+    constraint: OutputConstraint, answer: AnswerFormat, tokenizer: TextTokenizer
+) -> tuple[OutputConstraint, AnswerFormat]:
+    """Where the prompt ends within reasoning, the grammar is for what follows it, unless the request says otherwise.
+
+    The marker that ends it must be a token of its own; else there is no reasoning: the answer begins at once.
+    """
+    if not answer.starts_in_reasoning or constraint.reasoning_end_ids:
+        return constraint, answer
+    end_ids = tokenizer.encode(REASONING_STYLES[answer.reasoning_parser].end, add_special_tokens=False)
+    if end_ids and tokenizer.added_token_ids.issuperset(end_ids):
+        return replace(constraint, reasoning_end_ids=tuple(end_ids)), answer
+    return constraint, replace(answer, reasoning_parser="", starts_in_reasoning=False)
 
 
 def _starts_in_reasoning(parser: str, prompt: ChatPrompt, model: ServedModel, token_ids: Sequence[int]) -> bool:

@@ -8,10 +8,7 @@ from typing import Any
 
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.grammar.shape import shape_violations
-from twinstage.text.answers.reasoning import REASONING_STYLES
-from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import (
-    AnswerFormat,
     ChatPrompt,
     Prompt,
     RawGenerationRequest,
@@ -19,7 +16,7 @@ from twinstage.types import (
     ToolChoice,
     ToolChoiceMode,
 )
-from twinstage.types.constraints import OutputConstraint, RawStructuredOutput
+from twinstage.types.constraints import RawStructuredOutput
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DEFINITIONS = ("$defs", "definitions")
@@ -49,21 +46,6 @@ def with_forced_calls(raw: RawGenerationRequest) -> RawGenerationRequest:
 def blame_tools(error: InvalidRequest) -> InvalidRequest:
     """What is wrong with the grammar of forced calls is wrong with the tools, of which it was made."""
     return InvalidRequest([FieldViolation("tools", violation.description) for violation in error.violations])
-
-
-def behind_reasoning(
-    constraint: OutputConstraint, answer: AnswerFormat, tokenizer: TextTokenizer
-) -> tuple[OutputConstraint, AnswerFormat]:
-    """Where the prompt ends within reasoning, calls are forced behind it.
-
-    The marker that ends it must be a token of its own; else there is no reasoning: the answer begins with the calls.
-    """
-    if not answer.starts_in_reasoning:
-        return constraint, answer
-    end_ids = tokenizer.encode(REASONING_STYLES[answer.reasoning_parser].end, add_special_tokens=False)
-    if end_ids and tokenizer.added_token_ids.issuperset(end_ids):
-        return replace(constraint, reasoning_end_ids=tuple(end_ids)), answer
-    return constraint, replace(answer, reasoning_parser="", starts_in_reasoning=False)
 
 
 def schema_of_calls(tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool) -> dict[str, Any]:

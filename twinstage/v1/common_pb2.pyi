@@ -433,7 +433,9 @@ class StructuredOutput(_message.Message):
 
     @_builtins.property
     def reasoning(self) -> Global___ReasoningConstraint:
-        """The output begins with reasoning, and the grammar is for what follows it. Default: it is for the whole output."""
+        """The output begins with reasoning, and the grammar is for what follows it. Default: it is for the whole output; of Chat,
+        where the chat template ends the prompt within reasoning, for what follows that.
+        """
 
     def __init__(
         self,
