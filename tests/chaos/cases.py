@@ -35,7 +35,10 @@ def make_chaos_model(directory: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One request. `logprobs` None asks for none; `stop` strings are looked for in the text."""
+    """One request. `logprobs` None asks for none; `stop` strings are looked for in the text.
+
+    Of several choices, one is `observed`; of the others the tokens are counted.
+    """
 
     prompt: str | tuple[int, ...]
     max_tokens: int
@@ -46,6 +49,8 @@ class Case:
     include_stop: bool = False
     logprobs: int | None = None
     priority: int = 0
+    num_choices: int = 1
+    observed: int = 0
 
     def request(self) -> generation_pb2.GenerateRequest:
         sampling = self.sampling
@@ -60,6 +65,7 @@ class Case:
                 frequency_penalty=sampling.frequency_penalty,
                 seed=sampling.seed,
                 logit_bias=dict(sampling.logit_bias),
+                n=self.num_choices if self.num_choices > 1 else None,
             ),
             stopping=common_pb2.StoppingOptions(
                 max_tokens=self.max_tokens,
@@ -83,6 +89,7 @@ class Answer:
     """All that a client must get to see. `bits` is empty when no log probabilities were asked for."""
 
     num_prompt_tokens: int
+    num_other_tokens: int = 0  # of choices that are not observed
     token_ids: tuple[int, ...]
     text: str
     finish: Finish
@@ -113,7 +120,10 @@ def draw_cases(random: Random, count: int, longest: int) -> Iterator[Case]:
     weights = [1, 1, 1, 2, 3, 4, 4, 3, 2][: len(lengths)]
     prefixes = [_tokens(random, length) for length in _PREFIX_LENGTHS]
     for _ in range(count):
+        num_choices = random.choice((1, 1, 1, 1, 2, 3))
         yield Case(
+            num_choices=num_choices,
+            observed=random.randrange(num_choices),
             prompt=_prompt(random, prefixes, longest),
             max_tokens=random.choices(lengths, weights)[0],
             ignore_eos=random.random() < 0.8,
@@ -169,14 +179,17 @@ def _with_stops(llm: LLM, cases: Iterable[Case]) -> Iterator[Case]:
 
 
 def _answered(llm: LLM, case: Case) -> AnsweredCase:
-    (result,) = llm.generate(
+    results = llm.generate(
         [case.prompt],
         case.sampling,
+        n=case.num_choices,
         limits=GenerationLimits(max_tokens=case.max_tokens, min_tokens=case.min_tokens, ignore_eos=case.ignore_eos),
         logprobs=case.logprobs,
         text=TextOptions(stop=case.stop, include_stop_str_in_output=case.include_stop),
     )
+    result = results[case.observed]
     answer = Answer(
+        num_other_tokens=sum(len(other.token_ids) for other in results if other is not result),
         num_prompt_tokens=len(result.prompt_token_ids),
         token_ids=result.token_ids,
         text=result.text,

@@ -95,11 +95,14 @@ def _wrong_totals(received: Received, answer: Answer) -> Iterator[str]:
     if received.num_summaries != 1 or usage is None or placement is None:
         yield f"{received.num_summaries} summaries"
         return
-    if (usage.prompt_tokens, usage.completion_tokens) != (answer.num_prompt_tokens, len(answer.token_ids)):
+    num_tokens = len(answer.token_ids) + answer.num_other_tokens
+    if (usage.prompt_tokens, usage.completion_tokens) != (answer.num_prompt_tokens, num_tokens):
         yield (
             f"usage of {usage.prompt_tokens} and {usage.completion_tokens} tokens, not "
-            f"{answer.num_prompt_tokens} and {len(answer.token_ids)}"
+            f"{answer.num_prompt_tokens} and {num_tokens}"
         )
+    if received.num_other_tokens != answer.num_other_tokens:
+        yield f"{received.num_other_tokens} tokens of other choices, not {answer.num_other_tokens}"
     if not placement.prefill_worker:
         yield "no prefill worker is named"
 
@@ -136,7 +139,7 @@ def _wrong_status(
         case grpc.StatusCode.ABORTED:
             if not has_cause:
                 yield "wrong status", f"nothing was broken, but {named}"
-            if failure.tokens_sent != len(observation.received.token_ids):
+            if failure.tokens_sent != observation.received.num_tokens:
                 yield "wrong status", f"{failure.tokens_sent} tokens sent according to {named}"
         case grpc.StatusCode.INTERNAL if failure.reason == "POISONED_REQUEST":
             causes = [done for done in saboteur.done if done.may_explain(observation.began_s, observation.ended_s)]

@@ -38,6 +38,7 @@ class Received:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    num_other_tokens: int = 0  # of choices that are not observed
     bits: list[TokenBits] = field(default_factory=list)
     finishes: list[tuple[int, common_pb2.MatchedStop]] = field(default_factory=list)
     usage: common_pb2.Usage | None = None
@@ -46,6 +47,11 @@ class Received:
     num_summaries: int = 0
     disorder: list[str] = field(default_factory=list)
     event_times: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return len(self.token_ids) + self.num_other_tokens
 
     def forget_content(self) -> None:
         """Keep the numbers alone: a long run makes many calls."""
@@ -81,9 +87,9 @@ async def make_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCas
     try:
         if call.is_streamed:
             async for event in rpc:
-                _take_event(received, event)
+                _take_event(received, event, answered.case.observed)
         else:
-            _take_response(received, await rpc)
+            _take_response(received, await rpc, answered.case.observed)
     except grpc.aio.AioRpcError as error:
         failure = failure_of(error)
     except asyncio.CancelledError:
@@ -98,8 +104,13 @@ async def make_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCas
     )
 
 
-def _take_response(received: Received, response: generation_pb2.GenerateResponse) -> None:
-    for result in response.results:
+def _take_response(received: Received, response: generation_pb2.GenerateResponse, observed: int) -> None:
+    for index, result in enumerate(response.results):
+        if result.index != index:
+            received.disorder.append(f"result {result.index} at place {index}")
+        if index != observed:
+            received.num_other_tokens += len(result.token_ids)
+            continue
         received.text += result.text
         received.token_ids += result.token_ids
         received.bits += bits_of_received(result.logprobs)
@@ -108,9 +119,14 @@ def _take_response(received: Received, response: generation_pb2.GenerateResponse
     received.num_summaries = 1
 
 
-def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse) -> None:
-    """Events come as prompt_info, deltas, finished, summary."""
+def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse, observed: int) -> None:
+    """Events come as prompt_info, deltas, finished, summary; those of choices come between one another."""
     kind = event.WhichOneof("event")
+    if (kind == "delta" and event.delta.index != observed) or (kind == "finished" and event.finished.index != observed):
+        received.num_other_tokens += len(event.delta.token_ids)
+        if received.prompt_tokens is None or received.num_summaries:
+            received.disorder.append(f"{kind} of another choice at the wrong place")
+        return
     if received.num_summaries or (received.finishes and kind != "summary"):
         received.disorder.append(f"{kind} after the end")
     if (received.prompt_tokens is None) != (kind == "prompt_info"):
