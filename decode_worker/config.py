@@ -39,7 +39,7 @@ class DecodeSettings(WorkerSettings):
         "not which: ngram takes what followed the last time that the latest tokens occurred in the same request, "
         "draft_model asks --draft-model. mtp is not implemented.",
     )
-    num_speculative_tokens: int = Field(default=4, ge=1, le=64, description="Tokens guessed for one step at most.")
+    num_speculative_tokens: int = Field(default=7, ge=1, le=64, description="Tokens guessed for one step at most.")
     speculative_max_sequences: int = Field(
         default=8,
         ge=1,
