@@ -78,6 +78,7 @@ def test_a_conversation_and_its_commands(api: FakeApi) -> None:
         api,
         "/system Be brief.",
         "/seed 7",
+        "/effort low",
         "Capital?",
         "two \\",
         "lines",
@@ -93,6 +94,7 @@ def test_a_conversation_and_its_commands(api: FakeApi) -> None:
     first, second, third, fourth = api.requests
     assert said(first) == [("system", "Be brief."), ("user", "Capital?")]
     assert first.sampling.seed == second.sampling.seed == 7
+    assert first.reasoning_effort == "low"
     assert said(second)[1:] == [("user", "Capital?"), ("assistant", "Paris"), ("user", "two \nlines")]
     assert said(third)[-1] == ("user", "/x")
     assert said(fourth) == [("system", "Be brief."), ("user", "New?")]

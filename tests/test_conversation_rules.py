@@ -10,8 +10,11 @@ import pytest
 from router.admission.answers import ParserChoice, read_reasoning_parsers, read_tool_parsers
 from router.admission.conversations import check_conversation
 from router.admission.schemas import schema_problems
+from router.config import RouterSettings
 from router.violations import Violations
-from twinstage.errors import InvalidRequest
+from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
+from twinstage.errors import ConfigError, InvalidRequest
+from twinstage.settings import read_settings
 from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolCall, ToolChoice, ToolChoiceMode
 
 USER = ChatMessage(role="user", content="Hi")
@@ -161,3 +164,11 @@ def test_parsers_by_flag() -> None:
     assert ParserChoice().reasoning_parser("a", template) == "qwen3"
     with pytest.raises(ValueError, match="is none of auto, none, hermes"):
         read_tool_parsers(["a=gpt"])
+
+
+def test_parsers_of_twinstage_serve_reach_the_router() -> None:
+    flags = ClusterFlags(tool_parser=["hermes", "a=none"], reasoning_parser=["qwen3"]).config(EngineFlags())
+    settings = read_settings(RouterSettings, ["--workers", "127.0.0.1:1", *flags.router_flags])
+    assert settings.parsers() == ParserChoice(tool={"": "hermes", "a": "none"}, reasoning={"": "qwen3"})
+    with pytest.raises(ConfigError, match="is none of auto, none, qwen3"):
+        read_settings(RouterSettings, ["--reasoning-parser", "gpt"])

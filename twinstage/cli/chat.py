@@ -13,12 +13,13 @@ from typing import Any, Protocol
 from twinstage.cli.chat_display import AnswerDisplay
 from twinstage.cli.chat_lines import lines_of_this_terminal
 from twinstage.cli.json_output import show_json
-from twinstage.client import ChatMessage, GenerationStream, Options, Tool, TwinstageClient
+from twinstage.client import ChatMessage, ChatPrompt, GenerationStream, Options, Tool, TwinstageClient
 from twinstage.errors import Cancelled, ConfigError, TwinstageError
 from twinstage.types import Finish, FinishReason
 
 HELP = """\
 /system TEXT   how the model shall behave; without TEXT, as it likes
+/effort LEVEL  how much to think: none, low, medium, high; without LEVEL, as usual
 /seed NUMBER   draw the same tokens each time; without NUMBER, others
 /clear         forget the conversation
 /history       show the conversation
@@ -47,6 +48,7 @@ class Session:
     lines: Lines
     tools: Sequence[Tool] = ()
     system: str = ""
+    effort: str = ""
     as_json: bool = False
     messages: list[ChatMessage] = field(default_factory=list)
 
@@ -94,7 +96,8 @@ class Session:
         """Show the next answer as it comes, and keep it; None when nothing came before it was cancelled."""
         finish: Finish | None = None
         options = replace(self.options, request_id="")
-        with self.client.chat_stream(self._conversation(), options, tools=self.tools) as stream, _ended_by(stream):
+        prompt = ChatPrompt(messages=self._conversation(), reasoning_effort=self.effort)
+        with self.client.chat_stream(prompt, options, tools=self.tools) as stream, _ended_by(stream):
             try:
                 if self.as_json:
                     show_json(stream)
@@ -145,6 +148,7 @@ class Session:
             return False
         commands: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
+            "/effort": self._set_effort,
             "/seed": self._set_seed,
             "/clear": self._clear,
             "/history": self._show_history,
@@ -159,6 +163,10 @@ class Session:
     def _set_system(self, text: str) -> None:
         self.system = text
         self.display.note(f"system: {text}" if text else "no system message")
+
+    def _set_effort(self, text: str) -> None:
+        self.effort = text
+        self.display.note(f"effort: {text}" if text else "effort as usual")
 
     def _set_seed(self, text: str) -> None:
         if text and not (text.isascii() and text.isdigit() and int(text) < 2**64):

@@ -104,6 +104,18 @@ class ClusterFlags:
         Literal["auto", "float32", "float16", "bfloat16"] | None,
         typer.Option("--kv-dtype", help="Number format of keys and values; auto: 16 bits with 8-bit weights."),
     ] = None
+    tool_parser: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tool-parser",
+            metavar="[NAME=]PARSER",
+            help="How models call tools; by default as their chat templates show. Repeatable; docs/chat.md lists them.",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        list[str] | None,
+        typer.Option("--reasoning-parser", metavar="[NAME=]PARSER", help="How models mark their reasoning, likewise."),
+    ] = None
     log_directory: Annotated[
         Path | None,
         typer.Option("--log-directory", exists=True, file_okay=False, help="Also write each process's log here."),
@@ -130,4 +142,9 @@ class ClusterFlags:
             decode_flags=engine.speculation_flags,
             log_level=engine.log_level,
             log_directory=self.log_directory,
+            router_flags=self._router_flags(),
         )
+
+    def _router_flags(self) -> tuple[str, ...]:
+        tools = [f"--tool-parser={value}" for value in self.tool_parser or ()]
+        return (*tools, *(f"--reasoning-parser={value}" for value in self.reasoning_parser or ()))
