@@ -1,4 +1,4 @@
-"""A prefill worker for an embedding model: a prefill that never decodes.
+"""A prefill worker for a pooling model: a prefill that never decodes.
 
 Calls that wait while a batch is computed go into the next one together, in the order in which they came, up to a
 number of tokens; so many small calls cost one forward pass. A call is never split.
@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.errors import ComputeFailed, Draining, Overloaded, TwinstageError
+from twinstage.errors import ComputeFailed, Draining, Overloaded, TaskNotSupported, TwinstageError
 from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard
 from twinstage.hosting.sequence_check import check_inputs
 from twinstage.telemetry.log import get_logger
-from twinstage.types import WorkerDescription, WorkerLoad
+from twinstage.types import POOLING_TASKS, PoolingInput, PoolingTask, WorkerDescription, WorkerLoad
 
 logger = get_logger(__name__)
 
@@ -33,13 +33,18 @@ MAX_WAITING_CALLS = 1024
 class Encoder(Protocol):
     """A pooling model."""
 
-    def encode(self, token_ids: list[list[int]], *, normalize: bool) -> NDArray[np.float32]:
-        """One vector per input, in order: float32 [num_inputs, dimensions]."""
+    def encode(
+        self, inputs: Sequence[PoolingInput], *, task: PoolingTask, normalize: bool
+    ) -> Sequence[NDArray[np.float32]]:
+        """One array of float32 per input, in order.
+
+        EMBED: [dimensions], TOKEN_EMBED: [tokens, dimensions], CLASSIFY: [labels], SCORE: [1].
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The vectors of one call, each `dimensions` little-endian float32 numbers, and where the time went."""
+    """The results of one call, each an array of little-endian float32 numbers, and where the time went."""
 
     vectors: tuple[bytes, ...]
     queue_s: float
@@ -48,14 +53,19 @@ class Encoded:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    inputs: list[list[int]]
+    inputs: list[PoolingInput]
+    task: PoolingTask
     normalize: bool
     result: asyncio.Future[Encoded]
     arrived_s: float = field(default_factory=time.monotonic)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(token_ids) for token_ids in self.inputs)
+        return sum(len(entry.token_ids) for entry in self.inputs)
+
+    def goes_with(self, other: _Call) -> bool:
+        """Whether both can be computed in one batch."""
+        return (self.task, self.normalize) == (other.task, other.normalize)
 
 
 class EmbeddingWorker:
@@ -81,16 +91,23 @@ class EmbeddingWorker:
         self._finished = 0
         self._door = Door("prefill worker")
 
-    async def encode(self, inputs: Sequence[Sequence[int]], *, normalize: bool) -> Encoded:
-        """Compute the vectors of `inputs`. Raises InvalidRequest, Overloaded, Draining or ComputeFailed."""
+    async def encode(
+        self, inputs: Sequence[PoolingInput], *, task: PoolingTask | None = None, normalize: bool = True
+    ) -> Encoded:
+        """Compute `task` (None: the model's own) for all inputs.
+
+        Raises TaskNotSupported, InvalidRequest, Overloaded, Draining or ComputeFailed.
+        """
         self._door.enter()
+        task = self._checked(task)
         check_inputs(inputs, self.description.model)
         if not inputs:
             return Encoded(vectors=(), queue_s=0.0, compute_s=0.0)
         if len(self._waiting) >= MAX_WAITING_CALLS:
             raise Overloaded(f"{MAX_WAITING_CALLS} encode calls wait already")
         call = _Call(
-            inputs=[list(token_ids) for token_ids in inputs],
+            inputs=list(inputs),
+            task=task,
             normalize=normalize,
             result=asyncio.get_running_loop().create_future(),
         )
@@ -105,6 +122,16 @@ class EmbeddingWorker:
                 self._waiting.remove(call)
             self.loads.changed()
             raise
+
+    def _checked(self, task: PoolingTask | None) -> PoolingTask:
+        model = self.description.model
+        able = POOLING_TASKS[model.task]
+        if task is None:
+            return able[0]
+        if task not in able:
+            words = " and ".join(known.value for known in able)
+            raise TaskNotSupported(f"model {model.name} can {words}, not {task.value}")
+        return task
 
     async def _compute_waiting(self) -> None:
         """Compute batches until nothing waits."""
@@ -126,7 +153,7 @@ class EmbeddingWorker:
                 self._waiting.popleft()
                 continue
             fits = tokens + call.num_tokens <= self._max_tokens_per_batch
-            if batch and (not fits or call.normalize != batch[0].normalize):
+            if batch and not (fits and call.goes_with(batch[0])):
                 break
             batch.append(self._waiting.popleft())
             tokens += call.num_tokens
@@ -134,10 +161,10 @@ class EmbeddingWorker:
 
     async def _compute(self, batch: list[_Call]) -> None:
         started_s = time.monotonic()
-        inputs = [token_ids for call in batch for token_ids in call.inputs]
+        inputs = [entry for call in batch for entry in call.inputs]
         try:
             vectors = await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._encode, inputs, batch[0].normalize
+                self._executor, self._encode, inputs, batch[0].task, batch[0].normalize
             )
         except TwinstageError as error:
             for call in batch:
@@ -152,9 +179,9 @@ class EmbeddingWorker:
             if not call.result.done():
                 call.result.set_result(Encoded(vectors=part, queue_s=started_s - call.arrived_s, compute_s=compute_s))
 
-    def _encode(self, inputs: list[list[int]], normalize: bool) -> tuple[bytes, ...]:
+    def _encode(self, inputs: list[PoolingInput], task: PoolingTask, normalize: bool) -> tuple[bytes, ...]:
         try:
-            vectors = self._encoder.encode(inputs, normalize=normalize)
+            vectors = self._encoder.encode(inputs, task=task, normalize=normalize)
             if len(vectors) != len(inputs):
                 raise ComputeFailed(f"the model gave {len(vectors)} vectors for {len(inputs)} inputs")
             return tuple(np.ascontiguousarray(vector, dtype="<f4").tobytes() for vector in vectors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ import grpc
 
 from prefill_worker.events import FirstToken, PrefillEvent
 from twinstage.errors import DeadlineExceeded, FieldViolation, InvalidRequest, TaskNotSupported
+from twinstage.rpc.convert_pooling import pooling_input_from_proto, worker_pooling_task_from_proto
 from twinstage.rpc.convert_worker import (
     kv_grant_from_proto,
     prompt_logprobs_to_proto,
@@ -18,7 +20,7 @@ from twinstage.rpc.convert_worker import (
     token_chunk_to_proto,
 )
 from twinstage.rpc.worker_service import Loading
-from twinstage.types import PromptLogprobs, Task
+from twinstage.types import POOLING_TASKS, PromptLogprobs, Task
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:  # they import torch, which the process does only once its server answers
@@ -26,6 +28,7 @@ if TYPE_CHECKING:  # they import torch, which the process does only once its ser
     from prefill_worker.worker import PrefillWorker
 
 REQUEST_TIMEOUT_S = 10.0  # until a call's first message has come; the grant that follows it comes when it can
+_SCORE = struct.Struct("<f")
 SERVICE_NAME = "twinstage.worker.v1.PrefillService"
 
 
@@ -35,7 +38,7 @@ def add_services(server: grpc.aio.Server, loading: Loading[PrefillWorker | Embed
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
-    """Prefill on a generative model, Encode on an embedding model; the other is refused."""
+    """Prefill on a generative model, Encode on a pooling model; the other is refused."""
 
     def __init__(self, loading: Loading[PrefillWorker | EmbeddingWorker]) -> None:
         self._loading = loading
@@ -59,19 +62,24 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
                 yield _event_to_proto(event)
 
     async def Encode(self, request: worker_pb2.EncodeRequest, context: Any) -> worker_pb2.EncodeResponse:  # noqa: N802
-        worker = cast("EmbeddingWorker", self._worker(Task.EMBED))
-        encoded = await worker.encode([list(item.token_ids) for item in request.inputs], normalize=request.normalize)
+        worker = cast("EmbeddingWorker", self._worker(*POOLING_TASKS))
+        inputs = [pooling_input_from_proto(entry) for entry in request.inputs]
+        task = worker_pooling_task_from_proto(request.task)
+        encoded = await worker.encode(inputs, task=task, normalize=request.normalize)
+        scores = worker.description.model.task is Task.SCORE
         return worker_pb2.EncodeResponse(
-            vectors=encoded.vectors,
+            vectors=() if scores else encoded.vectors,
+            scores=[score for (score,) in map(_SCORE.unpack, encoded.vectors)] if scores else (),
             queue_us=round(encoded.queue_s * 1e6),
             compute_us=round(encoded.compute_s * 1e6),
         )
 
-    def _worker(self, task: Task) -> PrefillWorker | EmbeddingWorker:
+    def _worker(self, *tasks: Task) -> PrefillWorker | EmbeddingWorker:
         worker = self._loading.get()
         model = worker.description.model
-        if model.task is not task:
-            raise TaskNotSupported(f"model {model.name} is for {model.task.value}, not for {task.value}")
+        if model.task not in tasks:
+            wanted = " or ".join(task.value for task in tasks)
+            raise TaskNotSupported(f"model {model.name} is for {model.task.value}, not for {wanted}")
         return worker
 
 

@@ -8,7 +8,12 @@ from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest, NotFound, NoWorker, TaskNotSupported
 from twinstage.types import Task
 
-_TASK_WORDS = {Task.GENERATE: "generate text", Task.EMBED: "embed"}
+_TASK_WORDS = {
+    Task.GENERATE: "generate text",
+    Task.EMBED: "embed",
+    Task.SCORE: "score pairs",
+    Task.CLASSIFY: "classify",
+}
 
 
 def find_model(models: Mapping[str, ServedModel], name: str, *, task: Task | None) -> ServedModel:

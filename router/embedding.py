@@ -29,7 +29,7 @@ from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, Draining, NoWorker, TwinstageError, WorkerLost
 from twinstage.rpc.clients import EncodedBatch
 from twinstage.telemetry.log import get_logger
-from twinstage.types import Placement, RawEncodeRequest, Task, Timing, Usage
+from twinstage.types import Placement, PoolingInput, RawEncodeRequest, Task, Timing, Usage
 
 MAX_BATCH_INPUTS = 64
 MAX_BATCH_TOKENS = 4096  # padding included: inputs of similar length go together
@@ -255,7 +255,7 @@ class Embedding:
         with worker.ledger.placed(tokens=sum(len(entry.token_ids) for entry in batch)):
             encoded = await worker.connection.encode(
                 request_id,
-                [entry.token_ids for entry in batch],
+                [PoolingInput(token_ids=entry.token_ids) for entry in batch],
                 normalize=batch[0].worker_normalizes,
                 timeout_s=remaining_s,
             )

@@ -18,7 +18,7 @@ from twinstage.models.embedding import EmbeddingModel
 from twinstage.models.resolve import resolve_model
 from twinstage.text.bundle import read_bundle
 from twinstage.text.tokenizer import TextTokenizer
-from twinstage.types import Task
+from twinstage.types import PoolingInput, Task
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "minilm_reference.json").read_text(encoding="utf-8"))[
     "sentences"
@@ -57,6 +57,10 @@ def _inputs(*lengths: int) -> list[list[int]]:
     return [[(7 * position + 3 * length) % VOCABULARY_SIZE for position in range(length)] for length in lengths]
 
 
+def _pooling(inputs: list[list[int]]) -> list[PoolingInput]:
+    return [PoolingInput(token_ids=token_ids) for token_ids in inputs]
+
+
 def _mean_pooled(model: Any, token_ids: list[int]) -> np.ndarray[Any, Any]:
     with torch.no_grad():
         vector = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0].mean(0)
@@ -66,32 +70,34 @@ def _mean_pooled(model: Any, token_ids: list[int]) -> np.ndarray[Any, Any]:
 def test_vectors_equal_plain_transformers_one_by_one(bert_folder: Path) -> None:
     model = EmbeddingModel.load(resolve_model(str(bert_folder)))
     inputs = _inputs(3, 40, 1, 17, 17, 39, 2)
-    vectors = model.encode(inputs)
-    assert vectors.shape == (7, model.dimensions) == (7, 32)
-    assert vectors.dtype == np.float32
+    vectors = model.encode(_pooling(inputs))
+    assert [vector.shape for vector in vectors] == [(model.dimensions,)] * 7 == [(32,)] * 7
+    assert all(vector.dtype == np.float32 for vector in vectors)
     stock = AutoModel.from_pretrained(bert_folder)
     for token_ids, vector in zip(inputs, vectors, strict=True):
         np.testing.assert_allclose(vector, _mean_pooled(stock, token_ids), atol=TOLERANCE)
-    assert model.encode([]).shape == (0, 32)
+    assert model.encode([]) == []
 
 
 def test_many_inputs_take_several_batches(bert_folder: Path) -> None:
     model = EmbeddingModel.load(resolve_model(str(bert_folder)))
     inputs = _inputs(*(1 + index * 7 % 40 for index in range(300)))
-    vectors = model.encode(inputs)
+    vectors = model.encode(_pooling(inputs))
     for index in (0, 123, 299):
-        np.testing.assert_allclose(vectors[index], model.encode([inputs[index]])[0], atol=TOLERANCE)
+        np.testing.assert_allclose(vectors[index], model.encode(_pooling([inputs[index]]))[0], atol=TOLERANCE)
 
 
 def test_normalize_is_the_callers_choice_only_without_a_normalize_module(tmp_path: Path) -> None:
     plain = _write_folder(tmp_path / "plain", _tiny_bert(), kinds=("Transformer", "Pooling"))
     inputs = _inputs(9)
     model = EmbeddingModel.load(resolve_model(str(plain)))
-    raw = model.encode(inputs, normalize=False)[0]
+    raw = model.encode(_pooling(inputs), normalize=False)[0]
     assert abs(np.linalg.norm(raw) - 1) > 0.01
-    np.testing.assert_allclose(model.encode(inputs, normalize=True)[0], raw / np.linalg.norm(raw), atol=TOLERANCE)
+    np.testing.assert_allclose(
+        model.encode(_pooling(inputs), normalize=True)[0], raw / np.linalg.norm(raw), atol=TOLERANCE
+    )
     folder = _write_folder(tmp_path / "normalizing", _tiny_bert())
-    normalized = EmbeddingModel.load(resolve_model(str(folder))).encode(inputs, normalize=False)[0]
+    normalized = EmbeddingModel.load(resolve_model(str(folder))).encode(_pooling(inputs), normalize=False)[0]
     assert np.linalg.norm(normalized) == pytest.approx(1.0, abs=1e-5)
 
 
@@ -105,7 +111,7 @@ def test_limits(tmp_path: Path, bert_folder: Path) -> None:
     model = EmbeddingModel.load(resolved)
     for wrong in ([], [1] * 41, [VOCABULARY_SIZE], [-1]):
         with pytest.raises(InvalidRequest, match=r"inputs\[1\]"):
-            model.encode([[1, 2], wrong])
+            model.encode(_pooling([[1, 2], wrong]))
     torch.manual_seed(5)
     config = RobertaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -119,7 +125,7 @@ def test_limits(tmp_path: Path, bert_folder: Path) -> None:
     roberta = _write_folder(tmp_path / "roberta", RobertaModel(config))
     model = EmbeddingModel.load(resolve_model(str(roberta)))
     assert model.max_model_len == 32  # two positions are not for tokens
-    assert np.isfinite(model.encode([[5] * 32, [6]])).all()
+    assert np.isfinite(model.encode(_pooling([[5] * 32, [6]]))).all()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_minilm_equals_sentence_transformers() -> None:
     inputs = [tokenizer.encode(entry["text"]) for entry in REFERENCE]
     assert inputs == [entry["token_ids"] for entry in REFERENCE]
     expected = np.array([entry["embedding"] for entry in REFERENCE], dtype=np.float32)
-    np.testing.assert_allclose(model.encode(inputs), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(model.encode(_pooling(inputs)), expected, atol=TOLERANCE)
 
 
 @pytest.mark.real_model

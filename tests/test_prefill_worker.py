@@ -40,6 +40,8 @@ from twinstage.transfer.values import HandoverCommit, HandoverDone, HandoverFail
 from twinstage.types import (
     FinishReason,
     KvGrant,
+    PoolingInput,
+    PoolingTask,
     RequestId,
     SamplingParameters,
     SequenceSpec,
@@ -671,13 +673,16 @@ class StandInEncoder:
     batches: list[tuple[int, bool]] = field(default_factory=list)
     error: Exception | None = None
 
-    def encode(self, token_ids: list[list[int]], *, normalize: bool) -> NDArray[np.float32]:
+    def encode(
+        self, inputs: Sequence[PoolingInput], *, task: PoolingTask, normalize: bool
+    ) -> Sequence[NDArray[np.float32]]:
+        token_ids = [entry.token_ids for entry in inputs]
         self.batches.append((len(token_ids), normalize))
         self.entered.set()
         assert self.gate.wait(10)
         if self.error is not None:
             raise self.error
-        return np.array([[sum(item), len(item)] for item in token_ids], dtype=np.float32)
+        return [np.array([sum(item), len(item)], dtype=np.float32) for item in token_ids]
 
 
 @asynccontextmanager
@@ -696,6 +701,10 @@ async def _embedding(encoder: StandInEncoder, *, max_tokens: int = 64) -> AsyncI
         assert await asyncio.to_thread(worker.close) == 0
 
 
+def _pooling(inputs: Sequence[Sequence[int]]) -> list[PoolingInput]:
+    return [PoolingInput(token_ids=token_ids) for token_ids in inputs]
+
+
 def _vectors(vectors: Sequence[bytes]) -> list[list[float]]:
     return [np.frombuffer(vector, dtype="<f4").tolist() for vector in vectors]
 
@@ -703,11 +712,11 @@ def _vectors(vectors: Sequence[bytes]) -> list[list[float]]:
 async def test_calls_that_wait_are_computed_together_and_answered_apart() -> None:
     encoder = StandInEncoder()
     async with _embedding(encoder) as worker:
-        first = asyncio.ensure_future(worker.encode([[1, 2]], normalize=True))
+        first = asyncio.ensure_future(worker.encode(_pooling([[1, 2]]), normalize=True))
         await asyncio.sleep(0)
         assert await asyncio.to_thread(encoder.entered.wait, 5)
-        others = [asyncio.ensure_future(worker.encode([[n], [n, n]], normalize=True)) for n in range(1, 5)]
-        different = asyncio.ensure_future(worker.encode([[9]], normalize=False))
+        others = [asyncio.ensure_future(worker.encode(_pooling([[n], [n, n]]), normalize=True)) for n in range(1, 5)]
+        different = asyncio.ensure_future(worker.encode(_pooling([[9]]), normalize=False))
         await asyncio.sleep(0)
         load = await anext(worker.loads.watch(1.0))
         assert (load.running, load.waiting) == (1, 5)
@@ -723,7 +732,7 @@ async def test_a_batch_has_a_limit_and_a_large_call_goes_alone() -> None:
     encoder = StandInEncoder()
     async with _embedding(encoder, max_tokens=4) as worker:
         calls = [
-            asyncio.ensure_future(worker.encode(inputs, normalize=True))
+            asyncio.ensure_future(worker.encode(_pooling(inputs), normalize=True))
             for inputs in ([[1]], [[1, 2], [3]], [[1] * 9], [[2, 2]])
         ]
         await asyncio.sleep(0)
@@ -736,14 +745,14 @@ async def test_a_cancelled_call_is_not_computed_and_leaves_its_place(monkeypatch
     monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()
     async with _embedding(encoder) as worker:
-        first = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+        first = asyncio.ensure_future(worker.encode(_pooling([[1]]), normalize=True))
         await asyncio.sleep(0)
         assert await asyncio.to_thread(encoder.entered.wait, 5)
-        cancelled = asyncio.ensure_future(worker.encode([[2]], normalize=True))
+        cancelled = asyncio.ensure_future(worker.encode(_pooling([[2]]), normalize=True))
         await asyncio.sleep(0)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        last = asyncio.ensure_future(worker.encode([[3], [4]], normalize=True))
+        last = asyncio.ensure_future(worker.encode(_pooling([[3], [4]]), normalize=True))
         await asyncio.sleep(0)
         encoder.gate.set()
         await asyncio.gather(first, last)
@@ -755,18 +764,20 @@ async def test_a_failed_batch_fails_its_calls_only() -> None:
     async with _embedding(encoder) as worker:
         encoder.gate.set()
         with pytest.raises(ComputeFailed, match="boom"):
-            await worker.encode([[1]], normalize=True)
+            await worker.encode(_pooling([[1]]), normalize=True)
         encoder.error = None
-        assert _vectors((await worker.encode([[5]], normalize=True)).vectors) == [[5.0, 1.0]]
+        assert _vectors((await worker.encode(_pooling([[5]]), normalize=True)).vectors) == [[5.0, 1.0]]
 
 
 async def test_a_model_that_gives_no_usable_vectors_fails_its_calls_and_the_worker_lives() -> None:
     class Odd(StandInEncoder):
         answers: Sequence[object] = (np.zeros((2, 2), dtype=np.float32), [object()])
 
-        def encode(self, token_ids: list[list[int]], *, normalize: bool) -> NDArray[np.float32]:
+        def encode(
+            self, inputs: Sequence[PoolingInput], *, task: PoolingTask, normalize: bool
+        ) -> Sequence[NDArray[np.float32]]:
             if not self.answers:
-                return super().encode(token_ids, normalize=normalize)
+                return super().encode(inputs, task=task, normalize=normalize)
             answer, *self.answers = self.answers
             return answer  # type: ignore[return-value]
 
@@ -775,8 +786,8 @@ async def test_a_model_that_gives_no_usable_vectors_fails_its_calls_and_the_work
         encoder.gate.set()
         for _ in range(2):
             with pytest.raises(ComputeFailed):
-                await worker.encode([[1]], normalize=True)
-        assert _vectors((await worker.encode([[5]], normalize=True)).vectors) == [[5.0, 1.0]]
+                await worker.encode(_pooling([[1]]), normalize=True)
+        assert _vectors((await worker.encode(_pooling([[5]]), normalize=True)).vectors) == [[5.0, 1.0]]
 
 
 async def test_wrong_inputs_and_too_many_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -786,17 +797,17 @@ async def test_wrong_inputs_and_too_many_calls_are_refused(monkeypatch: pytest.M
         wrong: list[list[int]]
         for wrong in ([[]], [[1], [VOCABULARY_SIZE]], [[1] * 1000]):
             with pytest.raises(InvalidRequest):
-                await worker.encode(wrong, normalize=True)
-        assert (await worker.encode([], normalize=True)).vectors == ()
-        running = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+                await worker.encode(_pooling(wrong), normalize=True)
+        assert (await worker.encode(_pooling([]), normalize=True)).vectors == ()
+        running = asyncio.ensure_future(worker.encode(_pooling([[1]]), normalize=True))
         await asyncio.sleep(0)
         assert await asyncio.to_thread(encoder.entered.wait, 5)
-        waiting = asyncio.ensure_future(worker.encode([[1]], normalize=True))
+        waiting = asyncio.ensure_future(worker.encode(_pooling([[1]]), normalize=True))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            await worker.encode([[1]], normalize=True)
+            await worker.encode(_pooling([[1]]), normalize=True)
         worker.begin_drain()
         with pytest.raises(Draining):
-            await worker.encode([[1]], normalize=True)
+            await worker.encode(_pooling([[1]]), normalize=True)
         encoder.gate.set()
         await asyncio.gather(running, waiting)

@@ -29,6 +29,7 @@ from twinstage.errors import (
 from twinstage.types import (
     Finish,
     FinishReason,
+    PoolingInput,
     RequestId,
     SamplingParameters,
 )
@@ -276,7 +277,7 @@ async def test_what_does_not_fit_is_refused_with_the_right_error(router: SmallRo
     with pytest.raises(InvalidRequest):
         await router.session.reserve(other_vocabulary, deadline_s=5.0)
     with pytest.raises(TaskNotSupported):
-        await router.prefill.encode("e", [[1, 2]], normalize=True, timeout_s=5.0)
+        await router.prefill.encode("e", [PoolingInput(token_ids=[1, 2])], normalize=True, timeout_s=5.0)
 
 
 async def test_a_reservation_ends_at_its_deadline_when_the_pool_is_full(router: SmallRouter) -> None:

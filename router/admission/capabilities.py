@@ -58,6 +58,8 @@ def capabilities_of(model: ServedModel, parsers: ParserChoice | None = None) -> 
     """What requests to `model` may ask for, where `parsers` read its answers."""
     if model.description.task is Task.EMBED:
         return frozenset({Capability.EMBED})
+    if model.description.task is not Task.GENERATE:
+        return frozenset()
     template = model.tokenizer.bundle.chat_template
     if template is None:
         return _OF_GENERATION

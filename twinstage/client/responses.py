@@ -27,7 +27,12 @@ from twinstage.types import Finish, FinishReason, Placement, Role, Task, Timing,
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 _ROLES = {admin_pb2.WORKER_ROLE_PREFILL: Role.PREFILL, admin_pb2.WORKER_ROLE_DECODE: Role.DECODE}
-_TASKS = {model_pb2.MODEL_TASK_GENERATE: Task.GENERATE, model_pb2.MODEL_TASK_EMBED: Task.EMBED}
+_TASKS = {
+    model_pb2.MODEL_TASK_GENERATE: Task.GENERATE,
+    model_pb2.MODEL_TASK_EMBED: Task.EMBED,
+    model_pb2.MODEL_TASK_SCORE: Task.SCORE,
+    model_pb2.MODEL_TASK_CLASSIFY: Task.CLASSIFY,
+}
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,

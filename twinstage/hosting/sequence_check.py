@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from twinstage.engine.sequence import admission_violations
 from twinstage.errors import FieldViolation, InvalidRequest
-from twinstage.types import ModelDescription, SequenceSpec
+from twinstage.types import ModelDescription, PoolingInput, SequenceSpec
 
 
 def check_sequence(spec: SequenceSpec, model: ModelDescription) -> None:
@@ -18,10 +18,11 @@ def check_sequence(spec: SequenceSpec, model: ModelDescription) -> None:
         raise InvalidRequest(violations)
 
 
-def check_inputs(inputs: Sequence[Sequence[int]], model: ModelDescription) -> None:
+def check_inputs(inputs: Sequence[PoolingInput], model: ModelDescription) -> None:
     """Raise InvalidRequest with everything that makes a batch for a pooling model impossible."""
     violations: list[FieldViolation] = []
-    for index, token_ids in enumerate(inputs):
+    for index, entry in enumerate(inputs):
+        token_ids = entry.token_ids
         field = f"inputs[{index}].token_ids"
         if not token_ids:
             violations.append(FieldViolation(field, "must not be empty"))
@@ -30,6 +31,10 @@ def check_inputs(inputs: Sequence[Sequence[int]], model: ModelDescription) -> No
             violations.append(
                 FieldViolation(field, f"{len(token_ids)} tokens, but the model's limit is {model.max_model_len}")
             )
+        if entry.token_type_ids and len(entry.token_type_ids) != len(token_ids):
+            violations.append(FieldViolation(f"inputs[{index}].token_type_ids", "must be as many as the tokens"))
+        if entry.prompt_tokens and entry.prompt_tokens >= len(token_ids):
+            violations.append(FieldViolation(f"inputs[{index}].prompt_tokens", "leaves no token for the pooling"))
     if violations:
         raise InvalidRequest(violations)
 

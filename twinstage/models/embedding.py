@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from twinstage.errors import FieldViolation, InvalidRequest, ModelError
+from twinstage.errors import FieldViolation, InvalidRequest, ModelError, TaskNotSupported
 from twinstage.models.config_files import embedding_max_model_len, read_json_list, read_optional_json_object
 from twinstage.models.load import check_loading, quiet_loading
 from twinstage.models.resolve import ResolvedModel
-from twinstage.types import Task
+from twinstage.types import PoolingInput, PoolingTask, Task
 
 _MAX_BATCH_TOKENS = 4096  # padding included
 
@@ -61,17 +61,23 @@ class EmbeddingModel:
         model = _load_encoder(pipeline.transformer_directory)
         return EmbeddingModel(model, max_model_len=limit, normalizes=pipeline.normalizes)
 
-    def encode(self, token_ids: Sequence[Sequence[int]], normalize: bool = True) -> NDArray[np.float32]:
-        """One vector for each input (special tokens included): float32 `[len(token_ids), dimensions]`.
+    def encode(
+        self, inputs: Sequence[PoolingInput], *, task: PoolingTask = PoolingTask.EMBED, normalize: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """One vector for each input (special tokens included): float32 `[dimensions]`.
 
         `normalize` scales the vectors to length 1; a model that does so by itself does it in any case. Raises
-        InvalidRequest when an input is empty, too long or has unknown ids; nothing is computed then.
+        InvalidRequest when an input is empty, too long or has unknown ids, TaskNotSupported for other tasks than EMBED;
+        nothing is computed then.
         """
+        if task is not PoolingTask.EMBED or any(entry.prompt_tokens for entry in inputs):
+            raise TaskNotSupported(f"this model cannot do {task.value}, or leave out prompts")
+        token_ids = [entry.token_ids for entry in inputs]
         self._check(token_ids)
         vectors = np.empty((len(token_ids), self.dimensions), dtype=np.float32)
         for batch in _batches([len(ids) for ids in token_ids]):
             vectors[batch] = self._encode_batch([token_ids[index] for index in batch], normalize).numpy()
-        return vectors
+        return list(vectors)
 
     def _encode_batch(self, token_ids: Sequence[Sequence[int]], normalize: bool) -> torch.Tensor:
         longest = max(len(ids) for ids in token_ids)

@@ -22,6 +22,7 @@ import grpc.aio
 
 from twinstage.errors import InternalError, WorkerLost
 from twinstage.rpc.access import OPEN_ACCESS, Access
+from twinstage.rpc.convert_pooling import pooling_input_to_proto, worker_pooling_task_to_proto
 from twinstage.rpc.convert_worker import (
     kv_grant_to_proto,
     sequence_spec_to_proto,
@@ -35,6 +36,8 @@ from twinstage.rpc.sequence_totals import SequenceTotals
 from twinstage.rpc.status import error_from_rpc
 from twinstage.types import (
     KvGrant,
+    PoolingInput,
+    PoolingTask,
     SequenceSpec,
     WorkerDescription,
     WorkerLoad,
@@ -71,11 +74,12 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The vectors of a batch in input order, each as little-endian 32-bit floats."""
+    """The results of a batch in input order: vectors as little-endian 32-bit floats, or the scores of pairs."""
 
     vectors: tuple[bytes, ...]
     queue_s: float
     compute_s: float
+    scores: tuple[float, ...] = ()
 
 
 class WorkerConnection:
@@ -160,20 +164,31 @@ class WorkerConnection:
                 call.cancel()  # of itself it would go on when this task is cancelled before it reads
 
     async def encode(
-        self, request_id: str, inputs: Sequence[Sequence[int]], *, normalize: bool, timeout_s: float
+        self,
+        request_id: str,
+        inputs: Sequence[PoolingInput],
+        *,
+        task: PoolingTask = PoolingTask.EMBED,
+        normalize: bool = True,
+        timeout_s: float,
     ) -> EncodedBatch:
-        """Run a pooling model on token ids (special tokens included)."""
+        """Run a pooling model. Raises TaskNotSupported when the worker's model cannot do `task`."""
         request = worker_pb2.EncodeRequest(
             request_id=request_id,
-            inputs=[worker_pb2.EncodeInput(token_ids=token_ids) for token_ids in inputs],
+            inputs=[pooling_input_to_proto(entry) for entry in inputs],
             normalize=normalize,
+            task=worker_pooling_task_to_proto(task),
         )
         with self.translated():
             response = await self._prefill.Encode(request, timeout=timeout_s)
-        if len(response.vectors) != len(inputs):
-            raise InternalError(f"the worker returned {len(response.vectors)} vectors for {len(inputs)} inputs")
+        num_results = len(response.scores if task is PoolingTask.SCORE else response.vectors)
+        if num_results != len(inputs):
+            raise InternalError(f"the worker returned {num_results} results for {len(inputs)} inputs")
         return EncodedBatch(
-            vectors=tuple(response.vectors), queue_s=response.queue_us / 1e6, compute_s=response.compute_us / 1e6
+            vectors=tuple(response.vectors),
+            scores=tuple(response.scores),
+            queue_s=response.queue_us / 1e6,
+            compute_s=response.compute_us / 1e6,
         )
 
     async def reset_prefix_cache(self, *, timeout_s: float) -> int:

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from twinstage.types import ModelDescription, Role, Task, WorkerDescription, WorkerLoad
 from twinstage.v1 import admin_pb2, model_pb2
 
-_TASK_TO_PROTO = {Task.GENERATE: model_pb2.MODEL_TASK_GENERATE, Task.EMBED: model_pb2.MODEL_TASK_EMBED}
+_TASK_TO_PROTO = {
+    Task.GENERATE: model_pb2.MODEL_TASK_GENERATE,
+    Task.EMBED: model_pb2.MODEL_TASK_EMBED,
+    Task.SCORE: model_pb2.MODEL_TASK_SCORE,
+    Task.CLASSIFY: model_pb2.MODEL_TASK_CLASSIFY,
+}
 _ROLE_TO_PROTO = {Role.PREFILL: admin_pb2.WORKER_ROLE_PREFILL, Role.DECODE: admin_pb2.WORKER_ROLE_DECODE}
 
 

@@ -33,7 +33,12 @@ from twinstage.worker.v1 import worker_pb2
 
 _ROLE_TO_PROTO = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
-_TASK_TO_PROTO = {Task.GENERATE: worker_pb2.TASK_GENERATE, Task.EMBED: worker_pb2.TASK_EMBED}
+_TASK_TO_PROTO = {
+    Task.GENERATE: worker_pb2.TASK_GENERATE,
+    Task.EMBED: worker_pb2.TASK_EMBED,
+    Task.SCORE: worker_pb2.TASK_SCORE,
+    Task.CLASSIFY: worker_pb2.TASK_CLASSIFY,
+}
 _TASK_FROM_PROTO = {value: key for key, value in _TASK_TO_PROTO.items()}
 _CAUSE_TO_PROTO = {
     FinishReason.STOP: worker_pb2.STOP_CAUSE_TOKEN,
@@ -231,6 +236,7 @@ def model_description_to_proto(model: ModelDescription) -> worker_pb2.ModelInfo:
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         embedding_dimensions=model.embedding_dimensions,
+        labels=model.labels,
     )
 
 
@@ -246,6 +252,7 @@ def model_description_from_proto(message: worker_pb2.ModelInfo) -> ModelDescript
         eos_token_ids=tuple(message.eos_token_ids),
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         embedding_dimensions=message.embedding_dimensions,
+        labels=tuple(message.labels),
     )
 
 

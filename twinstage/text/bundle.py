@@ -50,6 +50,10 @@ class TokenizerBundle:
     `generation_defaults` holds the fields of generation_config.json that concern sampling, under their own names.
     `max_input_tokens` is the limit of an embedding model's inputs, special tokens included; None for other models.
     `lower_case` asks for lower-casing before tokenizing (sentence-transformers' own setting, outside the tokenizer).
+    `score_template` is there for rerankers that generate: `score_template.tokenize_pair` puts a pair into it. For other
+    scorers the tokenizer itself makes one input of a pair, which `tokenize_pair` does as well.
+    `prompts` are texts that an embedding model wants before its inputs, by name; `default_prompt_name` names the one
+    that is put there when a request names none. Without `pools_prompt` the prompt's tokens are left out of the pooling.
     """
 
     tokenizer_json: str = field(repr=False)
@@ -59,6 +63,10 @@ class TokenizerBundle:
     generation_defaults: Mapping[str, GenerationDefault] = field(default_factory=dict)
     max_input_tokens: int | None = None
     lower_case: bool = False
+    score_template: str | None = field(default=None, repr=False)
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    pools_prompt: bool = True
 
     def to_bytes(self) -> bytes:
         """Serialize; equal bundles give equal bytes."""

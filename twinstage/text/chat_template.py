@@ -139,7 +139,9 @@ def run(rendering: Rendering) -> str:
     pieces: list[str] = []
     blamed_field = rendering.blamed_field
     size = 0
-    variables = {**rendering.variables, "messages": with_readable_arguments(rendering.variables["messages"])}
+    variables = dict(rendering.variables)
+    if "messages" in variables:
+        variables["messages"] = with_readable_arguments(variables["messages"])
     try:
         for piece in _compiled(rendering.template).generate(variables):
             size += len(piece)

@@ -81,6 +81,20 @@ class TextTokenizer:
         encoding.truncate(room, direction="left" if keep_last else "right")
         return self._tokenizer.post_process(encoding, None, add_special_tokens=True).ids
 
+    def encode_pair(self, first: str, second: str, *, max_tokens: int | None = None) -> tuple[list[int], list[int]]:
+        """Put two texts into one input as the tokenizer's own pair template says: token ids, and their types.
+
+        With `max_tokens` the longer text loses tokens at its end, then both in turn, until all fit, special tokens
+        included (Transformers calls this "longest_first"). Special tokens are never cut.
+        """
+        pair = [self._tokenizer.encode(self._prepared(text), add_special_tokens=False) for text in (first, second)]
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=True))
+            for encoding, kept in zip(pair, _longest_first(len(pair[0]), len(pair[1]), room), strict=True):
+                encoding.truncate(kept)
+        encoding = self._tokenizer.post_process(pair[0], pair[1], add_special_tokens=True)
+        return encoding.ids, encoding.type_ids
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Join token ids into text. Ids that are not in the vocabulary give no text."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -111,3 +125,12 @@ class TextTokenizer:
 
     def _prepared(self, text: str) -> str:
         return text.lower() if self.bundle.lower_case else text
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many of `first` and `second` tokens are kept when both together have room for `room`."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)  # of two that are cut alike, the longer one keeps the odd token
+    kept = shorter, room - shorter
+    return kept if first <= second else (kept[1], kept[0])

@@ -12,6 +12,7 @@ Everything here is frozen. Durations are seconds (`_s`), sizes are bytes (`_byte
 from __future__ import annotations
 
 from twinstage.types.basics import GREEDY_TEMPERATURE, SECONDS_PER_PRIORITY_LEVEL, RequestId, Role, Task, WorkerId
+from twinstage.types.pooling import POOLING_TASKS, PoolingInput, PoolingTask
 from twinstage.types.reports import Placement, Timing, Usage
 from twinstage.types.requests import (
     BatchPrompt,
@@ -50,6 +51,7 @@ from twinstage.types.workers import KvEndpoint, KvGrant, ModelDescription, Worke
 
 __all__ = [
     "GREEDY_TEMPERATURE",
+    "POOLING_TASKS",
     "SECONDS_PER_PRIORITY_LEVEL",
     "AdmittedRequest",
     "AnswerFormat",
@@ -63,6 +65,8 @@ __all__ = [
     "KvGrant",
     "ModelDescription",
     "Placement",
+    "PoolingInput",
+    "PoolingTask",
     "ProducedToken",
     "Prompt",
     "PromptLogprobs",

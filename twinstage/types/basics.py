@@ -17,6 +17,8 @@ class Task(enum.Enum):
 
     GENERATE = "generate"
     EMBED = "embed"
+    SCORE = "score"  # says how well a text fits another one
+    CLASSIFY = "classify"  # gives each of its labels a probability
 
 
 class Role(enum.Enum):

@@ -31,6 +31,10 @@ class _ModelTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelTask.V
     """Generates text."""
     MODEL_TASK_EMBED: _ModelTask.ValueType  # 2
     """Embeds text."""
+    MODEL_TASK_SCORE: _ModelTask.ValueType  # 3
+    """Scores pairs of texts."""
+    MODEL_TASK_CLASSIFY: _ModelTask.ValueType  # 4
+    """Gives each of its labels a probability."""
 
 class ModelTask(_ModelTask, metaclass=_ModelTaskEnumTypeWrapper):
     """What a model is for."""
@@ -41,6 +45,10 @@ MODEL_TASK_GENERATE: ModelTask.ValueType  # 1
 """Generates text."""
 MODEL_TASK_EMBED: ModelTask.ValueType  # 2
 """Embeds text."""
+MODEL_TASK_SCORE: ModelTask.ValueType  # 3
+"""Scores pairs of texts."""
+MODEL_TASK_CLASSIFY: ModelTask.ValueType  # 4
+"""Gives each of its labels a probability."""
 Global___ModelTask: _TypeAlias = ModelTask  # noqa: Y015
 
 class _ModelCapability:

@@ -57,6 +57,10 @@ class _TaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Task.ValueType],
     """Generates text."""
     TASK_EMBED: _Task.ValueType  # 2
     """Embeds text."""
+    TASK_SCORE: _Task.ValueType  # 3
+    """Scores pairs of texts."""
+    TASK_CLASSIFY: _Task.ValueType  # 4
+    """Gives each of its labels a probability."""
 
 class Task(_Task, metaclass=_TaskEnumTypeWrapper):
     """What a model is for."""
@@ -67,7 +71,43 @@ TASK_GENERATE: Task.ValueType  # 1
 """Generates text."""
 TASK_EMBED: Task.ValueType  # 2
 """Embeds text."""
+TASK_SCORE: Task.ValueType  # 3
+"""Scores pairs of texts."""
+TASK_CLASSIFY: Task.ValueType  # 4
+"""Gives each of its labels a probability."""
 Global___Task: _TypeAlias = Task  # noqa: Y015
+
+class _PoolingTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_TASK_UNSPECIFIED: _PoolingTask.ValueType  # 0
+    """The model's own task."""
+    POOLING_TASK_EMBED: _PoolingTask.ValueType  # 1
+    """One vector."""
+    POOLING_TASK_TOKEN_EMBED: _PoolingTask.ValueType  # 2
+    """One vector per token."""
+    POOLING_TASK_CLASSIFY: _PoolingTask.ValueType  # 3
+    """One probability per label."""
+    POOLING_TASK_SCORE: _PoolingTask.ValueType  # 4
+    """One number, for an input that is a pair."""
+
+class PoolingTask(_PoolingTask, metaclass=_PoolingTaskEnumTypeWrapper):
+    """What a pooling model computes for an input."""
+
+POOLING_TASK_UNSPECIFIED: PoolingTask.ValueType  # 0
+"""The model's own task."""
+POOLING_TASK_EMBED: PoolingTask.ValueType  # 1
+"""One vector."""
+POOLING_TASK_TOKEN_EMBED: PoolingTask.ValueType  # 2
+"""One vector per token."""
+POOLING_TASK_CLASSIFY: PoolingTask.ValueType  # 3
+"""One probability per label."""
+POOLING_TASK_SCORE: PoolingTask.ValueType  # 4
+"""One number, for an input that is a pair."""
+Global___PoolingTask: _TypeAlias = PoolingTask  # noqa: Y015
 
 class _StopCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -198,6 +238,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests choose it."""
     fingerprint: _builtins.str
@@ -216,6 +257,10 @@ class ModelInfo(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A classifier's labels, in the order of its probabilities; none unless task is CLASSIFY."""
+
     def __init__(
         self,
         *,
@@ -227,10 +272,11 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         embedding_dimensions: _builtins.int = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "labels", b"labels", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1085,10 +1131,13 @@ class EncodeRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     normalize: _builtins.bool
     """Scale each vector to length 1."""
+    task: Global___PoolingTask.ValueType
+    """What is computed; one that the model cannot do is refused. Default: the model's own task."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodeInput]:
         """Inputs as token ids, special tokens included."""
@@ -1099,10 +1148,11 @@ class EncodeRequest(_message.Message):
         request_id: _builtins.str = ...,
         inputs: _abc.Iterable[Global___EncodeInput] | None = ...,
         normalize: _builtins.bool = ...,
+        task: Global___PoolingTask.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "normalize", b"normalize", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "normalize", b"normalize", "request_id", b"request_id", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1115,18 +1165,28 @@ class EncodeInput(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_TYPE_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Leading tokens that are computed and left out of the pooling."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids."""
+
+    @_builtins.property
+    def token_type_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token types, one per token (which text of a pair it is of, as the tokenizer says); none: all are 0."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_type_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids", "token_type_ids", b"token_type_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,20 +1194,27 @@ Global___EncodeInput: _TypeAlias = EncodeInput  # noqa: Y015
 
 @_typing.final
 class EncodeResponse(_message.Message):
-    """The vectors of a batch."""
+    """The results of a batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VECTORS_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """Time in the queue, in microseconds."""
     compute_us: _builtins.int
     """Time to compute, in microseconds."""
     @_builtins.property
     def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One vector per input, in order: little-endian 32-bit floats."""
+        """Unless the task is SCORE, one entry per input, in order, of little-endian 32-bit floats: a vector, the vectors of
+        all tokens one after the other, or the probabilities of all labels.
+        """
+
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When the task is SCORE, one score per input, in order."""
 
     def __init__(
         self,
@@ -1155,10 +1222,11 @@ class EncodeResponse(_message.Message):
         vectors: _abc.Iterable[_builtins.bytes] | None = ...,
         queue_us: _builtins.int = ...,
         compute_us: _builtins.int = ...,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "queue_us", b"queue_us", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "queue_us", b"queue_us", "scores", b"scores", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
