@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fuzz.messages import messages, set_field
 from tiny_models import VOCABULARY_SIZE
-from twinstage.v1 import admin_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
 FILES = (admin_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
 ENDLESS = frozenset({"WatchLoad"})  # they end when their caller leaves
@@ -135,8 +135,14 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "StructuredOutput.json_schema": st.sampled_from(('{"type": "integer"}', '{"enum": ["a", "b"]}')),
     "StructuredOutput.json_object": st.just(True),
     "StructuredOutput.regex": st.sampled_from(("[ab]{1,4}", "(yes|no)")),
-    "StructuredOutput.grammar": st.just('root ::= "a" | "b"'),
+    "StructuredOutput.grammar": st.just('start: "a" | "b"'),
+    # Nothing of xgrammar's: its first grammar imports PyTorch on each worker, most of the time of a short run. It has
+    # tests of its own.
     "StructuredOutput.structural_tag": st.just("{}"),
+    "StructuredOutput.backend": st.sampled_from(
+        (common_pb2.GRAMMAR_BACKEND_UNSPECIFIED, common_pb2.GRAMMAR_BACKEND_LLGUIDANCE)
+    ),
+    "ReasoningConstraint.end": st.sampled_from(("<|im_start|>", "<|endoftext|>")),
     "ChoiceConstraint.values": st.just(["yes", "no"]),
     "GenerateRequest.prompt": _TEXT,
     "PromptInput.prompt": _TEXT,
@@ -166,6 +172,7 @@ _ALWAYS = frozenset(
         "ChatRequest.stopping",
         "ChatMessage.content",
         "Tool.name",
+        "ReasoningConstraint.end",
         *(f"*.{name}" for name in ("ids", "inputs", "messages", "prompts", "role", "text", "texts", "values")),
     }
 )
@@ -226,6 +233,8 @@ def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
             getattr(message, field.name).append(made)
         else:
             getattr(message, field.name).CopyFrom(made)
+    elif field.enum_type is not None and not field.is_repeated:
+        setattr(message, field.name, draw(st.sampled_from([value.number for value in field.enum_type.values])))
     elif field.type == FieldDescriptor.TYPE_BOOL:
         setattr(message, field.name, draw(st.booleans()))
 
