@@ -12,6 +12,7 @@ MAX_TOKEN_IDS = 1024 * 1024  # of one prompt, whatever the model
 MAX_MESSAGES = 4096  # of a conversation
 MAX_NAME_CHARACTERS = 256  # of a message's role or name, and of a model's name
 MAX_TOOLS = 128  # of a request, and calls of a message
+MAX_SCHEMAS = 8192  # within the schemas of all tools of a request
 MAX_TOOL_BYTES = 256 * 1024  # of all tools of a request
 MAX_TEMPLATE_CHARACTERS = 64 * 1024  # of a request's own chat template
 MAX_TEMPLATE_OPTIONS_BYTES = 256 * 1024  # of chat_template_kwargs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from router.admission.answers import ParserChoice, read_reasoning_parsers, read_tool_parsers
 from router.admission.conversations import check_conversation
-from router.admission.schemas import schema_problems
+from router.admission.schemas import SchemaRules
 from router.config import RouterSettings
 from router.violations import Violations
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
@@ -131,7 +132,7 @@ def test_what_is_right_is_taken() -> None:
     ],
 )
 def test_schemas(schema: Any, problem: str) -> None:
-    (found,) = schema_problems(schema)
+    (found,) = SchemaRules().problems(schema)
     assert problem in found
 
 
@@ -139,8 +140,16 @@ def test_a_schema_of_great_depth() -> None:
     schema: dict[str, Any] = {}
     for _ in range(500):
         schema = {"items": schema}
-    (found,) = schema_problems(schema)
+    (found,) = SchemaRules().problems(schema)
     assert "deeper than" in found
+
+
+def test_no_more_schemas_are_looked_at_than_the_event_loop_has_time_for() -> None:
+    many = Tool(name="f", parameters=json.dumps({"anyOf": [{} for _ in range(5000)]}))
+    assert not violations_of(tools=(many,))
+    found = violations_of(tools=(many, replace(many, name="g"), replace(many, name="h")))
+    assert list(found) == ["tools[1].parameters"]
+    assert "more than 8192 schemas" in found["tools[1].parameters"]
 
 
 def test_schemas_that_are_right() -> None:
@@ -150,7 +159,7 @@ def test_schemas_that_are_right() -> None:
         "additionalProperties": False,
         "$defs": {"b": {"oneOf": [{"const": None}, {"type": "number", "minimum": 1.5}], "description": "x"}},
     }
-    assert list(schema_problems(schema)) == []
+    assert list(SchemaRules().problems(schema)) == []
 
 
 def test_parsers_by_flag() -> None:

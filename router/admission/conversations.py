@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from router.admission.schemas import schema_problems
+from router.admission.schemas import SchemaRules
 from router.limits import MAX_TOOL_NAME_CHARACTERS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolChoiceMode
@@ -75,6 +75,7 @@ def _call_problems(path: str, message: ChatMessage, known_ids: set[str]) -> Iter
 
 def _tool_problems(tools: tuple[Tool, ...]) -> Iterator[Problem]:
     positions: dict[str, int] = {}
+    rules = SchemaRules()
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if not _TOOL_NAME.fullmatch(tool.name):
@@ -87,14 +88,14 @@ def _tool_problems(tools: tuple[Tool, ...]) -> Iterator[Problem]:
         if not tool.parameters:
             continue
         problem = _object_problem(tool.parameters)
-        problems = iter([problem]) if problem else _parameter_problems(json.loads(tool.parameters))
+        problems = iter([problem]) if problem else _parameter_problems(rules, json.loads(tool.parameters))
         yield from ((f"{path}.parameters", description) for description in islice(problems, MAX_LISTED_PER_FIELD))
 
 
-def _parameter_problems(schema: dict[str, Any]) -> Iterator[str]:
+def _parameter_problems(rules: SchemaRules, schema: dict[str, Any]) -> Iterator[str]:
     if schema.get("type", "object") != "object":
         yield 'must be the schema of an object: its type must be "object"'
-    yield from schema_problems(schema)
+    yield from rules.problems(schema)
 
 
 def _choice_problems(prompt: ChatPrompt) -> Iterator[Problem]:

@@ -9,60 +9,80 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from router.limits import MAX_SCHEMAS
+
 MAX_DEPTH = 64
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-_ONE = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_MAPPINGS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-_TEXTS = ("$ref", "description", "format", "pattern", "title")
-_NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
-_COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
+_SCHEMAS = frozenset(
+    {"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then", "unevaluatedProperties"}
+)
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_MAPPINGS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+# Of the other keywords, what their values are.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(_LISTS, (list, "a list")),
+    **dict.fromkeys(_MAPPINGS, (dict, "an object")),
+    **dict.fromkeys(("$ref", "description", "format", "pattern", "title"), (str, "a string")),
+    **dict.fromkeys(
+        ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"), ((int, float), "a number")
+    ),
+    **dict.fromkeys(
+        ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), (int, "a whole number")
+    ),
+    "enum": (list, "a list"),
+}
 
 
-def schema_problems(schema: Any, *, path: str = "", depth: int = 0) -> Iterator[str]:
-    """What is wrong with the schema, each with the path within it."""
-    where = path or "the schema"
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        yield f"{where} must be an object"
-        return
-    if depth > MAX_DEPTH:
-        yield f"{where} is nested deeper than {MAX_DEPTH} schemas"
-        return
-    yield from _own_problems(schema, where)
-    for name, part in _parts(schema):
-        yield from schema_problems(part, path=f"{path}.{name}" if path else name, depth=depth + 1)
+class SchemaRules:
+    """Judges the schemas of one request, of which only so many are looked at: this runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._room = MAX_SCHEMAS
+
+    def problems(self, schema: Any, *, path: str = "", depth: int = 0) -> Iterator[str]:
+        """What is wrong with a schema and those that it holds, each with the path within it."""
+        where = path or "the schema"
+        self._room -= 1
+        if self._room < 0:
+            if self._room == -1:
+                yield f"{where}: there are more than {MAX_SCHEMAS} schemas within the tools of the request"
+            return
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, dict):
+            yield f"{where} must be an object"
+            return
+        if depth > MAX_DEPTH:
+            yield f"{where} is nested deeper than {MAX_DEPTH} schemas"
+            return
+        for name, value in schema.items():
+            if problem := _problem(name, value):
+                yield f"{where}: {problem}"
+                continue
+            for key, part in _parts(name, value):
+                yield from self.problems(part, path=f"{path}.{key}" if path else key, depth=depth + 1)
 
 
-def _own_problems(schema: dict[str, Any], where: str) -> Iterator[str]:
-    """Of the schema without those that it holds."""
-    kinds = schema.get("type", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind not in _TYPES:
-            yield f"{where}: type must be one of {', '.join(_TYPES)}, is {kind!r:.40}"
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        yield f"{where}: required must be a list of names"
-    if not isinstance(schema.get("enum", []), list):
-        yield f"{where}: enum must be a list"
-    expected = ((_MAPPINGS, dict, "an object"), (_LISTS, list, "a list"), (_TEXTS, str, "a string"))
-    for names, type_, words in (*expected, (_NUMBERS, (int, float), "a number"), (_COUNTS, int, "a whole number")):
-        for name in names:
-            value = schema.get(name)
-            if name in schema and (not isinstance(value, type_) or (isinstance(value, bool) and type_ is not dict)):
-                yield f"{where}: {name} must be {words}"
+def _problem(name: str, value: Any) -> str:
+    """What is wrong with the value of a keyword, the schemas in it aside."""
+    if name == "type":
+        kinds = value if isinstance(value, list) else [value]
+        unknown = [kind for kind in kinds if kind not in _TYPES]
+        return f"type must be one of {', '.join(_TYPES)}, is {unknown[0]!r:.40}" if unknown else ""
+    if name == "required":
+        is_right = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+        return "" if is_right else "required must be a list of names"
+    kind, words = _KINDS.get(name, (object, ""))
+    is_truth = isinstance(value, bool) and words != ""  # which Python takes for a number
+    return f"{name} must be {words}" if is_truth or not isinstance(value, kind) else ""
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas that a schema holds, with their names in it."""
-    for name in _ONE:
-        if name in schema and not (name == "items" and isinstance(schema[name], list)):
-            yield name, schema[name]
-    for name in (*_LISTS, "items"):
-        if isinstance(schema.get(name), list):
-            yield from ((f"{name}[{index}]", part) for index, part in enumerate(schema[name]))
-    for name in _MAPPINGS:
-        if isinstance(schema.get(name), dict):
-            yield from ((f"{name}.{key}", part) for key, part in schema[name].items())
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas in the value of a keyword, with their paths."""
+    if name in _LISTS or (name == "items" and isinstance(value, list)):
+        yield from ((f"{name}[{index}]", part) for index, part in enumerate(value))
+    elif name in _SCHEMAS:
+        yield name, value
+    elif name in _MAPPINGS:
+        yield from ((f"{name}.{key}", part) for key, part in value.items())
