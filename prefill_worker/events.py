@@ -5,9 +5,10 @@ Before the first token come the log probabilities of the prompt's own tokens, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from twinstage.types import PromptLogprobs, TokenChunk
+from twinstage.engine.sequence import SequenceStats
+from twinstage.types import PromptLogprobs, SequenceSpec, TokenChunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,21 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_prompt_tokens: int
+
+    @classmethod
+    def of(cls, spec: SequenceSpec, chunks: tuple[TokenChunk, ...], stats: SequenceStats) -> FirstToken:
+        """That of a request, by the name that its router knows."""
+        return cls(
+            chunks=tuple(replace(chunk, request_id=spec.request_id) for chunk in chunks),
+            queue_s=stats.queue_s,
+            prefill_s=stats.prefill_s,
+            cached_prompt_tokens=max(0, len(spec.prompt_token_ids) - stats.computed_prompt_tokens),
+        )
+
+    @property
+    def going_on(self) -> tuple[TokenChunk, ...]:
+        """Of the choices that do not end with it."""
+        return tuple(chunk for chunk in self.chunks if chunk.finish is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

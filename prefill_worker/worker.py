@@ -183,26 +183,18 @@ class PrefillWorker:
     def _first_token(
         self, request: PrefillRequest, chunks: tuple[TokenChunk, ...], stats: SequenceStats, computed: ComputedChunk
     ) -> None:
-        request.events.put_nowait(
-            FirstToken(
-                chunks=tuple(replace(chunk, request_id=request.spec.request_id) for chunk in chunks),
-                queue_s=stats.queue_s,
-                prefill_s=stats.prefill_s,
-                cached_prompt_tokens=max(0, len(request.spec.prompt_token_ids) - stats.computed_prompt_tokens),
-            )
-        )
-        going_on = [chunk for chunk in chunks if chunk.finish is None]
-        if (finish := chunks[-1].finish) is not None and not going_on:
+        first = FirstToken.of(request.spec, chunks, stats)
+        request.events.put_nowait(first)
+        if (finish := chunks[-1].finish) is not None and not first.going_on:
             self._end(request, Finished(finish.reason))
         elif request.handoff is None:
-            self._end(
-                request, Failed(InternalError("the generation goes on after its first token, but there was no grant"))
-            )
+            error = InternalError("the generation goes on after its first token, but there was no grant")
+            self._end(request, Failed(error))
         else:
             request.lifecycle.advance(PrefillPhase.SENDING)
             # The last blocks are copied and checked on the cores that take the first token to the client, so they are
             # sent behind it: whoever reads the events was woken before, and has written it by then.
-            first_tokens = tuple((chunk.choice_index, chunk.tokens[-1].token_id) for chunk in going_on)
+            first_tokens = tuple((chunk.choice_index, chunk.tokens[-1].token_id) for chunk in first.going_on)
             self._loop.call_soon(request.handoff.complete, computed, first_tokens)
 
     def _transfer_ended(self, request: PrefillRequest, outcome: TransferOutcome) -> None:

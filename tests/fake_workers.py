@@ -26,13 +26,12 @@ import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from twinstage.errors import TwinstageError
+from twinstage.rpc.convert_description import worker_description_to_proto, worker_load_to_proto
 from twinstage.rpc.convert_worker import (
     kv_grant_from_proto,
     kv_grant_to_proto,
     sequence_spec_from_proto,
     token_chunk_to_proto,
-    worker_description_to_proto,
-    worker_load_to_proto,
 )
 from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.rpc.server import bind, create_server

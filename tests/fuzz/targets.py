@@ -21,6 +21,7 @@ from router.service.door import Door, check_embed, check_encode, check_encode_st
 from router.worker_entry import ServedModel
 from twinstage.errors import TwinstageError
 from twinstage.hosting.sequence_check import check_sequence
+from twinstage.rpc.convert_description import worker_description_from_proto, worker_load_from_proto
 from twinstage.rpc.convert_public import (
     chat_prompt_from_proto,
     chat_request_from_proto,
@@ -29,13 +30,7 @@ from twinstage.rpc.convert_public import (
     encode_stream_request_from_proto,
     generate_request_from_proto,
 )
-from twinstage.rpc.convert_worker import (
-    kv_grant_from_proto,
-    sequence_spec_from_proto,
-    token_chunk_from_proto,
-    worker_description_from_proto,
-    worker_load_from_proto,
-)
+from twinstage.rpc.convert_worker import kv_grant_from_proto, sequence_spec_from_proto, token_chunk_from_proto
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.chat_template import render_chat
 from twinstage.text.tokenizer import TextTokenizer

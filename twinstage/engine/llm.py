@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Self
 
 from twinstage.engine.choices import choice_id
 from twinstage.engine.core import EngineCore
+from twinstage.engine.llm_job import GenerationResult, Job
 from twinstage.engine.open_speculation import OpenSpeculation, Target, open_speculation
 from twinstage.engine.output import EngineConfig, StepOutput
 from twinstage.engine.runner import choose_runner
-from twinstage.engine.sequence import SequenceStats
 from twinstage.engine.speculation import SpeculationOptions
 from twinstage.errors import ConfigError, IntegrityError, InternalError, InvalidRequest
 from twinstage.grammar.compiled import CompiledGrammars
@@ -31,14 +31,16 @@ from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.models.choose import load_chosen
 from twinstage.models.resolve import resolve_model
 from twinstage.text.bundle import read_bundle
-from twinstage.text.stream import TextDelta, TextStream
+from twinstage.text.stream import TextStream
 from twinstage.text.tokenizer import TextTokenizer
-from twinstage.types import Finish, ProducedToken, RequestId, SamplingParameters, SequenceSpec, TextOptions
+from twinstage.types import RequestId, SamplingParameters, SequenceSpec, TextOptions
 from twinstage.types.constraints import OutputConstraint, RawStructuredOutput
 
 if TYPE_CHECKING:
     from twinstage.models.adapt import PagedModel
     from twinstage.models.fused.model import FusedModel
+
+__all__ = ["LLM", "GenerationLimits", "GenerationResult", "LlmOptions"]
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -80,26 +82,6 @@ class GenerationLimits:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationResult:
-    """One continuation of a prompt. `tokens` carries the logprobs when they were asked for.
-
-    `prompt_logprobs` are those of the prompt's own tokens from the second one on, where they were asked for.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    tokens: tuple[ProducedToken, ...]
-    text: str
-    finish: Finish
-    prompt_logprobs: tuple[ProducedToken, ...] = ()
-    proposed_draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.tokens)
 
 
 class LLM:
@@ -186,7 +168,7 @@ class LLM:
         limits = limits or GenerationLimits(max_tokens=max_tokens)
         constraint = self._constraint(structured_output)
         specs: list[SequenceSpec] = []
-        jobs: dict[RequestId, _Job] = {}  # by choice
+        jobs: dict[RequestId, Job] = {}  # by choice
         for prompt in prompts:
             spec = self._spec(prompt, sampling or SamplingParameters(), limits)
             specs.append(
@@ -194,7 +176,7 @@ class LLM:
             )
             for index in range(n):
                 stream = TextStream(self.tokenizer, text or TextOptions(), limits.min_tokens)
-                jobs[choice_id(spec.request_id, index)] = _Job(spec, stream)
+                jobs[choice_id(spec.request_id, index)] = Job(spec, stream)
         try:
             for spec in specs:
                 matcher = self._grammars.start_now(constraint) if constraint is not None else None
@@ -249,7 +231,7 @@ class LLM:
             raise InvalidRequest(violations)
         return resolve_constraint(raw, self.tokenizer)
 
-    def _deliver(self, output: StepOutput, jobs: dict[RequestId, _Job]) -> None:
+    def _deliver(self, output: StepOutput, jobs: dict[RequestId, Job]) -> None:
         if output.failed:
             raise output.failed[0].error
         if output.is_empty and output.num_computed_tokens == 0:
@@ -282,34 +264,3 @@ def _open_guesses(
         progress=options.progress,
     )
     return open_speculation(options.speculation, target)
-
-
-class _Job:
-    """One continuation of a prompt on its way through the engine."""
-
-    def __init__(self, spec: SequenceSpec, stream: TextStream) -> None:
-        self.spec = spec
-        self.stream = stream
-        self.finish: Finish | None = None
-        self.scores: list[ProducedToken] = []  # of the prompt
-        self.stats: SequenceStats | None = None
-        self._tokens: list[ProducedToken] = []
-        self._text: list[str] = []
-
-    def take(self, delta: TextDelta) -> None:
-        self._tokens.extend(delta.tokens)
-        self._text.append(delta.text)
-        self.finish = self.finish or delta.finish
-
-    def result(self) -> GenerationResult:
-        if self.finish is None:
-            raise InternalError(f"{self.spec.request_id} did not end")
-        return GenerationResult(
-            prompt_token_ids=self.spec.prompt_token_ids,
-            tokens=tuple(self._tokens),
-            text="".join(self._text),
-            finish=self.finish,
-            prompt_logprobs=tuple(self.scores),
-            proposed_draft_tokens=self.stats.proposed_draft_tokens if self.stats is not None else 0,
-            accepted_draft_tokens=self.stats.accepted_draft_tokens if self.stats is not None else 0,
-        )

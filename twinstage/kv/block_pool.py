@@ -7,7 +7,6 @@
     sealed ──withdraw, or reset──> sealed and unknown ──last release──> free
 
     owned ──divide──> sealed and not yet known ──publish──> sealed
-                         └──last release, or withdraw──> as above
 
     free     nobody holds it, its content means nothing
     owned    exactly one BlockTable holds it, and may write it
@@ -26,7 +25,7 @@ One lock guards the books; callbacks run outside it.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -58,7 +57,7 @@ class BlockPool:
         self._unnamed: set[int] = set()  # sealed blocks that are not known yet
         self._resets = 0
         self._changes = 0
-        self._lookups = PrefixLookups()
+        self.prefix_lookups = PrefixLookups()  # since the start
         self._tables: set[BlockTable] = set()
         self._free_listeners: tuple[Callable[[], None], ...] = ()
 
@@ -77,11 +76,6 @@ class BlockPool:
     def changes(self) -> int:
         """Counts what lets a taking succeed that failed, or find more: blocks came back, or content became known."""
         return self._changes
-
-    @property
-    def prefix_lookups(self) -> PrefixLookups:
-        """What was looked up in the prefix index since the start."""
-        return self._lookups
 
     def allocate(self, count: int, *, owner: str, keep_free: int = 0, prefix: Sequence[BlockHash] = ()) -> BlockTable:
         """A table of `count` blocks (possibly 0), all or nothing, under a new generation.
@@ -141,11 +135,11 @@ class BlockPool:
 
     def owners(self) -> dict[str, int]:
         """Blocks by who holds them, shared ones for each holder: what to print when blocks are missing at the end."""
+        held: Counter[str] = Counter()
         with self._lock:
-            held: dict[str, int] = {}
             for table in self._tables:
-                held[table.owner] = held.get(table.owner, 0) + len(table._block_ids)
-            return held
+                held[table.owner] += len(table._block_ids)
+        return dict(held)
 
     # --- for BlockTable --------------------------------------------------------------------------
 
@@ -164,7 +158,9 @@ class BlockPool:
             table._block_ids = (*table._block_ids[:start], *known, *table._block_ids[start + len(known) :])
             for block_id in replaced:
                 self._let_go(block_id)
-            self._lookups = self._lookups.plus(wanted=0, found=len(known))  # they were counted as wanted before
+            self.prefix_lookups = self.prefix_lookups.plus(
+                wanted=0, found=len(known)
+            )  # they were counted as wanted before
         return len(known)
 
     def _publish(self, table: BlockTable, start: int, hashes: Sequence[BlockHash]) -> None:
@@ -240,7 +236,7 @@ class BlockPool:
         for block_id in shared:  # before anything is evicted
             self._hold(block_id)
         owned = [self._take(table.generation) for _ in range(count - len(shared))]
-        self._lookups = self._lookups.plus(wanted=len(prefix[:count]), found=len(shared))
+        self.prefix_lookups = self.prefix_lookups.plus(wanted=len(prefix[:count]), found=len(shared))
         if not table._block_ids:
             table.num_shared = len(shared)
         table._block_ids = (*table._block_ids, *shared, *owned)

@@ -22,13 +22,9 @@ import grpc.aio
 
 from twinstage.errors import InternalError, WorkerLost
 from twinstage.rpc.access import OPEN_ACCESS, Access
+from twinstage.rpc.convert_description import worker_description_from_proto, worker_load_from_proto
 from twinstage.rpc.convert_pooling import pooling_input_to_proto, worker_pooling_task_to_proto
-from twinstage.rpc.convert_worker import (
-    kv_grant_to_proto,
-    sequence_spec_to_proto,
-    worker_description_from_proto,
-    worker_load_from_proto,
-)
+from twinstage.rpc.convert_worker import kv_grant_to_proto, sequence_spec_to_proto
 from twinstage.rpc.decode_session import DecodeSession, DecodeSubscription, DecodeUpdate, Reservation
 from twinstage.rpc.prefill_call import FirstTokenEvent, HandedOverEvent, PrefillCall
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES

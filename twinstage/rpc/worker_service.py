@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from twinstage.errors import FieldViolation, InvalidRequest, NotFound, Unavailable
 from twinstage.hosting.load_board import LoadBoard
-from twinstage.rpc.convert_worker import worker_description_to_proto, worker_load_to_proto
+from twinstage.rpc.convert_description import worker_description_to_proto, worker_load_to_proto
 from twinstage.telemetry.log import get_logger
 from twinstage.types import WorkerDescription
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
