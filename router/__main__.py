@@ -21,6 +21,7 @@ from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.quotas import Quotas
+from router.scoring import Scoring
 from router.service import SERVICE_NAMES, add_services, right_for, served_methods, update_health
 from router.text_threads import TextThreads
 from router.trace import Traces
@@ -154,7 +155,7 @@ class Router:
             gate=embedding_gate,
             live=self._live,
             deadlines=deadlines,
-            max_attempts=settings.failover_policy().max_attempts,
+            policy=settings.failover_policy(),
             quotas=self._quotas,
         )
         add_services(
@@ -162,6 +163,7 @@ class Router:
             workers=self.workers,
             generation=generation,
             embedding=embedding,
+            scoring=Scoring(embedding),
             generation_gate=generation_gate,
             embedding_gate=embedding_gate,
             live=self._live,

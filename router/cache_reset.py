@@ -54,7 +54,7 @@ async def reset_prefix_caches(
 def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[WorkerLife]:
     """The connected ones of the workers that are asked for, of which at least one must be known by its name."""
     if model:
-        find_model(workers.models, model, task=None)
+        find_model(workers.models, model, work=None)
     scope = Scope(model=model, worker_id=worker_id)
     known = [entry for entry in workers.entries if entry.description is not None and scope.covers(entry.description)]
     if worker_id and not known:

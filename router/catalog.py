@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from router.worker_entry import ServedModel
 from twinstage.errors import FieldViolation, InvalidRequest, NotFound, NoWorker, TaskNotSupported
 from twinstage.types import Task
 
-_TASK_WORDS = {
-    Task.GENERATE: "generate text",
-    Task.EMBED: "embed",
-    Task.SCORE: "score pairs",
-    Task.CLASSIFY: "classify",
-}
+
+class Work(enum.Enum):
+    """What a request wants of a model, in words."""
+
+    GENERATE = "generate text"
+    EMBED = "embed"
+    SCORE = "score"
 
 
-def find_model(models: Mapping[str, ServedModel], name: str, *, task: Task | None) -> ServedModel:
-    """The model of that name that can do `task`; an empty name means the only one that can.
+_DONE_BY = {Work.GENERATE: {Task.GENERATE}, Work.EMBED: {Task.EMBED}, Work.SCORE: {Task.EMBED}}
+
+
+def can_do(model: ServedModel, work: Work) -> bool:
+    """Whether the model is of a kind that does this."""
+    return model.description.task in _DONE_BY[work]
+
+
+def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | None) -> ServedModel:
+    """The model of that name that can do `work`; an empty name means the only one that can.
 
     Raises NotFound, TaskNotSupported, InvalidRequest (the name is needed), NoWorker (no model was announced yet).
     """
@@ -29,16 +39,16 @@ def find_model(models: Mapping[str, ServedModel], name: str, *, task: Task | Non
                 resource_type="model",
                 resource_name=name,
             )
-        if task is not None and model.description.task is not task:
-            raise TaskNotSupported(f"model {name!r} cannot {_TASK_WORDS[task]}; choose another model")
+        if work is not None and not can_do(model, work):
+            raise TaskNotSupported(f"model {name!r} cannot {work.value}; choose another model")
         return model
-    able = {name: model for name, model in models.items() if task is None or model.description.task is task}
+    able = {name: model for name, model in models.items() if work is None or can_do(model, work)}
     if len(able) == 1:
         return next(iter(able.values()))
     if able:
         raise InvalidRequest([FieldViolation("model", f"several models are served; name one of {_names(able)}")])
-    if models and task is not None:
-        raise TaskNotSupported(f"no model that can {_TASK_WORDS[task]} is served; served: {_names(models)}")
+    if models and work is not None:
+        raise TaskNotSupported(f"no model that can {work.value} is served; served: {_names(models)}")
     raise NoWorker("no worker has announced a model yet; try again")
 
 

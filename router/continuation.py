@@ -9,10 +9,11 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from router.attempt import AttemptFailed, Receiver, blaming, stand_by, unless_broken
 from router.choice import Choice, Delivery
-from router.failover import Attempts, Probation, Trial, refused
+from router.failover import Attempts, Probation, Trial
 from router.placement import Demand, Pair, Refusal, place
 from router.prefix_memory import PrefixTrail
 from router.tally import Tally
@@ -86,7 +87,12 @@ class Continuation:
         while not attempts.are_over:
             with self._probation.trial(self._model.name, attempts.suspected_on) as trial:
                 turn = next(_turns)
-                pair = await self._placed(turn)
+                pair = await attempts.placed(
+                    partial(self._place, turn),
+                    self._workers,
+                    model=self._model.name,
+                    tokens_sent=self._tokens_sent,
+                )
                 try:
                     await self._attempt(pair, turn, trial)
                     return
@@ -98,23 +104,6 @@ class Continuation:
                 return  # their tokens differ, and so does what is to be computed again
         assert attempts.error is not None
         raise attempts.giving_up(attempts.error, tokens_sent=self._tokens_sent())
-
-    async def _placed(self, turn: int) -> Pair:
-        """A pair of workers, for which a request that has failed waits a moment when there is none."""
-        attempts = self.attempts
-        until_s = time.monotonic() + attempts.patience_s(tokens_sent=self._tokens_sent())
-        has_paused = False
-        while True:
-            pair = self._place(turn)
-            if isinstance(pair, Pair):
-                if has_paused or attempts.avoided.isdisjoint((pair.prefill, pair.decode)):
-                    return pair
-                has_paused = True
-                await attempts.pause()
-            elif pair in NEVER_FITS or not await self._workers.changed(until_s=until_s):
-                raise attempts.giving_up(
-                    attempts.error or refused(pair, self._model.name), tokens_sent=self._tokens_sent()
-                )
 
     def _place(self, turn: int) -> Pair | Refusal:
         limit = self._model.description.max_model_len
@@ -252,6 +241,3 @@ class Continuation:
         if ended and receiver is not None and not self.is_done:  # else the end of the attempt ends them all
             for position in ended:
                 receiver.subscription.end_choice(position)
-
-
-NEVER_FITS = (Refusal.TOO_LARGE, Refusal.TOO_MANY_CHOICES)

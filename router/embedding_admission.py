@@ -45,7 +45,7 @@ def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInpu
     inputs: list[AdmittedInput] = []
     wrong = 0
     for index, entry in enumerate(raw.inputs):
-        token_ids, error_path, error = _admit_input(entry, raw.truncation, model)
+        token_ids, error_path, error = admit_input(entry, raw.truncation, model)
         if error and wrong < MAX_LISTED_PER_FIELD:
             violations.add(_path(raw, index) + ("" if raw.inputs_field == "texts" else error_path), error)
             wrong += 1
@@ -68,7 +68,7 @@ def _path(raw: RawEncodeRequest, index: int) -> str:
     return raw.inputs_field if raw.inputs_field == "input" else f"{raw.inputs_field}[{index}]"
 
 
-def _admit_input(
+def admit_input(
     entry: TextPrompt | TokenPrompt | None, truncation: Truncation, model: ServedModel
 ) -> tuple[list[int], str, str]:
     """Token ids, or the path within the input and the words of what is wrong."""

@@ -12,8 +12,9 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-from router.embedding import Embedding, EmbeddingTally, Vector
+from router.embedding import Embedding
 from router.embedding_admission import AdmittedInput
+from router.encoder import EncodingCall, Vector
 from router.gate import Gate
 from router.generation import Deadlines
 from router.worker_entry import ServedModel
@@ -147,13 +148,8 @@ class EmbeddingStream:
 
     async def _encode(self, admitted: list[tuple[_Waiting, AdmittedInput]], *, deadline_s: float) -> None:
         assert self._model is not None
-        vectors = await self._embedding.encode(
-            [entry for _, entry in admitted],
-            self._model[1],
-            request_id=self._id,
-            deadline_s=deadline_s,
-            tally=EmbeddingTally(),
-        )
+        call = EncodingCall(model=self._model[1], request_id=self._id, deadline_s=deadline_s)
+        vectors = await self._embedding.encoder.encode([entry for _, entry in admitted], call)
         for (waiting, _), vector in zip(admitted, vectors, strict=True):
             waiting.result.set_result(vector)
 

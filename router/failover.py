@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from router.attempt import AttemptFailed
 from router.backoff import Backoff
-from router.placement import Refusal, WorkerKey
+from router.placement import NEVER_FITS, Pair, Refusal, WorkerKey
+from router.workers import WorkerTable
 from twinstage.errors import KvExhausted, NoWorker, PoisonedRequest, StreamBroken, TwinstageError, WorkerLost
 from twinstage.telemetry.log import get_logger
 from twinstage.types import RequestId, Role, WorkerId
@@ -165,6 +167,25 @@ class Attempts:
                 f"it is not tried again"
             )
 
+    async def placed(
+        self, place: Callable[[], Pair | Refusal], workers: WorkerTable, *, model: str, tokens_sent: Callable[[], int]
+    ) -> Pair:
+        """What `place` says; a request that has failed waits a moment when that is a refusal.
+
+        Raises NoWorker, KvExhausted, or what the last attempt failed with.
+        """
+        until_s = time.monotonic() + self.patience_s(tokens_sent=tokens_sent())
+        has_paused = False
+        while True:
+            pair = place()
+            if isinstance(pair, Pair):
+                if has_paused or self.avoided.isdisjoint((pair.prefill, pair.decode)):
+                    return pair
+                has_paused = True
+                await self._backoff.wait()  # before it goes back to a worker that has failed it: longer each time
+            elif pair in NEVER_FITS or not await workers.changed(until_s=until_s):
+                raise self.giving_up(self.error or refused(pair, model), tokens_sent=tokens_sent())
+
     def continued(self) -> Attempts:
         """The same history for a part of the request that goes on by itself."""
         part = Attempts(self._policy, request_id=self._request_id)
@@ -187,10 +208,6 @@ class Attempts:
     def look(self, present: Iterable[WorkerKey]) -> None:
         """These workers are there now. Who is gone and comes back, be it as the same one, has another chance."""
         self.excluded &= frozenset(present)
-
-    async def pause(self) -> None:
-        """Before going back to a worker that has failed the request: longer each time."""
-        await self._backoff.wait()
 
     def giving_up(self, error: TwinstageError, *, tokens_sent: int) -> TwinstageError:
         """What the client is told."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from router.admission import Admission, check_fields, kind_of
 from router.admission.forced_calls import blame_tools, must_call, with_forced_calls
-from router.catalog import find_model
+from router.catalog import Work, find_model
 from router.failover import FailoverPolicy, Probation
 from router.flow import Flow
 from router.gate import Gate
@@ -35,7 +35,7 @@ from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from twinstage.grammar.checking import GrammarChecks
 from twinstage.telemetry.log import get_logger
-from twinstage.types import AdmittedRequest, RawGenerationRequest, Task
+from twinstage.types import AdmittedRequest, RawGenerationRequest
 from twinstage.types.constraints import OutputConstraint
 
 MAX_PROMPTS_AT_ONCE = 32  # of one batch; the others wait
@@ -113,7 +113,7 @@ class Generation:
         admission refuses.
         """
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
-        model = find_model(self._workers.models, raw.model, task=Task.GENERATE)
+        model = find_model(self._workers.models, raw.model, work=Work.GENERATE)
         check_fields(raw, model)
         raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))

@@ -86,6 +86,9 @@ class Refusal(enum.Enum):
     TOO_MANY_CHOICES = "no decode worker computes so many sequences at once as the request has choices"
 
 
+NEVER_FITS = (Refusal.TOO_LARGE, Refusal.TOO_MANY_CHOICES)
+
+
 def place(
     demand: Demand,
     snapshot: Snapshot,

@@ -258,6 +258,8 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.specs: list[SequenceSpec] = []
         self.grants: list[KvGrant | None] = []
         self.encode_batches: list[int] = []
+        self.hangs_at = 0  # tokens of an input on which it computes until it is killed
+        self.encoding: dict[str, list[int]] = {}  # by call, the lengths of the inputs that it computes
         self.cached_tokens: list[int] = []  # what it finds of the next prompts in its cache
         self.peers: dict[str, FakeDecode] = {}
 
@@ -310,8 +312,11 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
 
     async def Encode(self, request: worker_pb2.EncodeRequest, context: Any) -> worker_pb2.EncodeResponse:  # noqa: N802
         self.running.add(request.request_id)
+        self.encoding[request.request_id] = [len(entry.token_ids) for entry in request.inputs]
         try:
             await self.script.enter("encode")
+            if self.hangs_at in self.encoding[request.request_id]:
+                await asyncio.Event().wait()
             self.encode_batches.append(len(request.inputs))
             self.served += 1
             return worker_pb2.EncodeResponse(
@@ -321,6 +326,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
             )
         finally:
             self.running.discard(request.request_id)
+            self.encoding.pop(request.request_id, None)
 
 
 class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):

@@ -13,7 +13,7 @@ import pytest
 
 from fake_workers import MAX_MODEL_LEN, make_bundle, make_model
 from router.admission import Admission, check_fields, kind_of, resolve_sampling
-from router.catalog import find_model
+from router.catalog import Work, find_model
 from router.embedding_admission import admit_inputs
 from router.generation import Deadlines
 from router.pairing import Pairing
@@ -279,19 +279,19 @@ async def test_ignore_eos_leaves_only_the_caller_s_stop_tokens(admission: Admiss
 def test_model_lookup() -> None:
     generator, embedder = served(name="writer"), served(Task.EMBED, name="embedder")
     both = {"writer": generator, "embedder": embedder}
-    assert find_model(both, "", task=Task.GENERATE) is generator
-    assert find_model(both, "embedder", task=Task.EMBED) is embedder
+    assert find_model(both, "", work=Work.GENERATE) is generator
+    assert find_model(both, "embedder", work=Work.EMBED) is embedder
     with pytest.raises(NotFound) as caught:
-        find_model(both, "other", task=Task.GENERATE)
+        find_model(both, "other", work=Work.GENERATE)
     assert (caught.value.resource_type, caught.value.resource_name) == ("model", "other")
     with pytest.raises(TaskNotSupported):
-        find_model(both, "embedder", task=Task.GENERATE)
+        find_model(both, "embedder", work=Work.GENERATE)
     with pytest.raises(TaskNotSupported):
-        find_model({"embedder": embedder}, "", task=Task.GENERATE)
+        find_model({"embedder": embedder}, "", work=Work.GENERATE)
     with pytest.raises(InvalidRequest, match="one of a, b"):
-        find_model({"a": generator, "b": generator}, "", task=Task.GENERATE)
+        find_model({"a": generator, "b": generator}, "", work=Work.GENERATE)
     with pytest.raises(NoWorker):
-        find_model({}, "", task=Task.GENERATE)
+        find_model({}, "", work=Work.GENERATE)
 
 
 # --- inputs to embed ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 
 from router.admission.capabilities import Capability
 from test_router_service import Service, serving
-from twinstage.v1 import embedding_pb2, generation_pb2, model_pb2, model_pb2_grpc
+from twinstage.v1 import embedding_pb2, generation_pb2, model_pb2, model_pb2_grpc, scoring_pb2, scoring_pb2_grpc
 
 SHORT = {"stopping": {"max_tokens": 2}}
 HELLO = {"prompt": "Hello", **SHORT}
@@ -32,6 +32,7 @@ ASKING: dict[Capability, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "f"}], **SHORT},
     ),
     Capability.EMBED: ("Embed", {"texts": ["a"]}),
+    Capability.SCORE: ("Score", {"queries": ["a"], "documents": ["b"]}),
 }
 REFUSALS = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION}
 
@@ -41,6 +42,7 @@ async def is_accepted(service: Service, model: str, method: str, fields: dict[st
         "Generate": (generation_pb2.GenerateRequest, service.generation),
         "Chat": (generation_pb2.ChatRequest, service.generation),
         "Embed": (embedding_pb2.EmbedRequest, service.embedding),
+        "Score": (scoring_pb2.ScoreRequest, scoring_pb2_grpc.ScoringServiceStub(service.channel)),
     }[method]
     request = json_format.ParseDict({"model": model, **fields}, kind())
     try:

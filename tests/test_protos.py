@@ -15,12 +15,13 @@ from twinstage.v1 import (
     embedding_pb2,
     generation_pb2,
     model_pb2,
+    scoring_pb2,
     tokenizer_pb2,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("*_pb2*", "*.protoset")
-PUBLIC = (admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+PUBLIC = (admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, scoring_pb2, tokenizer_pb2)
 
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class Capability(enum.Enum):
     TOOLS = "tools"
     REASONING = "reasoning"
     EMBED = "embed"
+    SCORE = "score"
 
 
 # What every model that generates can do; what else there is depends on the model.
@@ -57,7 +58,7 @@ _ASKED: tuple[tuple[Capability, str, Callable[[RawGenerationRequest], bool]], ..
 def capabilities_of(model: ServedModel, parsers: ParserChoice | None = None) -> frozenset[Capability]:
     """What requests to `model` may ask for, where `parsers` read its answers."""
     if model.description.task is Task.EMBED:
-        return frozenset({Capability.EMBED})
+        return frozenset({Capability.EMBED, Capability.SCORE})
     if model.description.task is not Task.GENERATE:
         return frozenset()
     template = model.tokenizer.bundle.chat_template

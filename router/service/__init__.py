@@ -8,26 +8,36 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 
 from router.admission.answers import ParserChoice
+from router.catalog import Work, can_do
 from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
+from router.scoring import Scoring
 from router.service.admin import AdminServicer
 from router.service.door import Door
 from router.service.embedding import EmbeddingServicer
 from router.service.generation import GenerationServicer
 from router.service.model import ModelServicer
+from router.service.scoring import ScoringServicer
 from router.service.tokenizer import TokenizerServicer
 from router.text_threads import TextThreads
 from router.workers import WorkerTable
 from twinstage.rpc.callers import Right
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.text.template_process import TemplateProcesses
-from twinstage.types import Task
-from twinstage.v1 import admin_pb2_grpc, embedding_pb2_grpc, generation_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from twinstage.v1 import (
+    admin_pb2_grpc,
+    embedding_pb2_grpc,
+    generation_pb2_grpc,
+    model_pb2_grpc,
+    scoring_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
 
 GENERATION_SERVICE = "twinstage.v1.GenerationService"
 EMBEDDING_SERVICE = "twinstage.v1.EmbeddingService"
+SCORING_SERVICE = "twinstage.v1.ScoringService"
 TOKENIZER_SERVICE = "twinstage.v1.TokenizerService"
 MODEL_SERVICE = "twinstage.v1.ModelService"
 ADMIN_SERVICE = "twinstage.v1.AdminService"
@@ -35,7 +45,9 @@ ADMIN_SERVICE = "twinstage.v1.AdminService"
 ADMIN_READS = frozenset(
     f"/{ADMIN_SERVICE}/{method}" for method in ("GetServerInfo", "ListWorkers", "GetLoad", "WatchLoad", "GetTrace")
 )
-SERVICE_NAMES = (GENERATION_SERVICE, EMBEDDING_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
+# Those that compute: each needs a model that can do its work.
+WORK_OF_SERVICE = {GENERATION_SERVICE: Work.GENERATE, EMBEDDING_SERVICE: Work.EMBED, SCORING_SERVICE: Work.SCORE}
+SERVICE_NAMES = (*WORK_OF_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 
 def add_services(
@@ -44,6 +56,7 @@ def add_services(
     workers: WorkerTable,
     generation: Generation,
     embedding: Embedding,
+    scoring: Scoring,
     generation_gate: Gate,
     embedding_gate: Gate,
     live: LiveRequests,
@@ -60,6 +73,7 @@ def add_services(
     embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(
         EmbeddingServicer(embedding, gate=embedding_gate, deadlines=deadlines, draining=draining), server
     )
+    scoring_pb2_grpc.add_ScoringServiceServicer_to_server(ScoringServicer(scoring), server)
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
         TokenizerServicer(workers, door=door, threads=text_threads, templates=templates), server
     )
@@ -84,15 +98,16 @@ def right_for(method: str) -> Right:
 
 
 def update_health(health: HealthService, workers: WorkerTable) -> None:
-    """Say of each service whether its requests can be served now.
+    """Say of each service whether its requests can be served now, and the same for each model: SERVICE/MODEL.
 
     Listing models and workers needs none of them, so ModelService and AdminService serve as soon as the router does.
     """
     models = workers.models.values()
-    ready_tasks = {model.description.task for model in models if model.ready}
-    health.set(OVERALL, bool(ready_tasks))
-    health.set(GENERATION_SERVICE, Task.GENERATE in ready_tasks)
-    health.set(EMBEDDING_SERVICE, Task.EMBED in ready_tasks)
+    health.set(OVERALL, any(model.ready for model in models))
+    for service, work in WORK_OF_SERVICE.items():
+        for model in models:
+            health.set(f"{service}/{model.name}", model.ready and can_do(model, work))
+        health.set(service, any(model.ready and can_do(model, work) for model in models))
     health.set(TOKENIZER_SERVICE, bool(workers.models))
     health.set(MODEL_SERVICE, True)
     health.set(ADMIN_SERVICE, True)

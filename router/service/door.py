@@ -26,7 +26,7 @@ from router.limits import (
 )
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
-from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2, tokenizer_pb2
+from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2, scoring_pb2, tokenizer_pb2
 
 
 class Door:
@@ -101,6 +101,23 @@ def check_embed(request: embedding_pb2.EmbedRequest) -> None:
     violations = Violations()
     _check_model(violations, request)
     _check_count(violations, "texts", request.texts, MAX_INPUTS)
+    violations.raise_any()
+
+
+def check_score(request: scoring_pb2.ScoreRequest) -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_model(violations, request)
+    _check_count(violations, "queries", request.queries, MAX_INPUTS)
+    _check_count(violations, "documents", request.documents, MAX_INPUTS)
+    violations.raise_any()
+
+
+def check_rerank(request: scoring_pb2.RerankRequest) -> None:
+    """Raises InvalidRequest."""
+    violations = Violations()
+    _check_model(violations, request)
+    _check_count(violations, "documents", request.documents, MAX_INPUTS)
     violations.raise_any()
 
 

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from router.embedding import Embedding, EmbeddingResult, Vector
+from router.embedding import Embedding, EmbeddingResult
 from router.embedding_stream import EmbeddingStream, StreamRequest, StreamResult
+from router.encoder import Vector
 from router.gate import Gate
 from router.generation import Deadlines
 from router.service.context import caller_of, seconds_left

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.admission.conversations import check_conversation
-from router.catalog import find_model
+from router.catalog import Work, find_model
 from router.service.door import Door, check_model_name, check_token_count
 from router.text_threads import TextThreads
 from router.violations import Violations
@@ -15,7 +15,6 @@ from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_public import chat_prompt_from_proto
 from twinstage.text.chat_template import render_chat
 from twinstage.text.template_process import TemplateProcesses
-from twinstage.types import Task
 from twinstage.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 
@@ -28,8 +27,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._threads = threads
         self._templates = templates
 
-    def _model(self, name: str, task: Task | None = None) -> ServedModel:
-        return find_model(self._workers.models, name, task=task)
+    def _model(self, name: str, work: Work | None = None) -> ServedModel:
+        return find_model(self._workers.models, name, work=work)
 
     async def Tokenize(  # noqa: N802 - the names of methods are the proto's
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
@@ -64,7 +63,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.RenderChatRequest, context: Any
     ) -> tokenizer_pb2.RenderChatResponse:
         self._door.check_render(request)
-        tokenizer = self._model(request.model, Task.GENERATE).tokenizer
+        tokenizer = self._model(request.model, Work.GENERATE).tokenizer
         prompt = chat_prompt_from_proto(request)
         violations = Violations()
         check_conversation(violations, prompt)

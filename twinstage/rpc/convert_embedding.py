@@ -65,7 +65,7 @@ _VectorRequest = embedding_pb2.EncodeRequest | embedding_pb2.EmbedRequest | embe
 
 def _vector_options(request: _VectorRequest) -> dict[str, Any]:
     return {
-        "truncation": _truncation_from_proto(request.truncation),
+        "truncation": truncation_from_proto(request.truncation),
         "normalize": request.normalize if request.HasField("normalize") else True,
         "dimensions": optional_from_proto(request, "dimensions"),
         "format": _FORMAT_FROM_PROTO[request.format],
@@ -77,7 +77,7 @@ def _check_enumerations(request: Any, *, has_task: bool) -> None:
     if request.format not in _FORMAT_FROM_PROTO:
         violations.append(FieldViolation("format", f"unknown value {request.format}"))
     if request.truncation.side not in _SIDES:
-        violations.append(FieldViolation("truncation.side", f"unknown value {request.truncation.side}"))
+        violations.append(_unknown_side(request.truncation))
     if has_task and request.task not in _TASKS:
         violations.append(FieldViolation("task", f"unknown value {request.task}"))
     if violations:
@@ -93,13 +93,20 @@ def _encode_input_from_proto(entry: embedding_pb2.EncodeInput) -> TextPrompt | T
     return None
 
 
-def _truncation_from_proto(truncation: embedding_pb2.Truncation) -> Truncation:
+def truncation_from_proto(truncation: embedding_pb2.Truncation) -> Truncation:
+    """Raises InvalidRequest for a side that this version does not know."""
+    if truncation.side not in _SIDES:
+        raise InvalidRequest([_unknown_side(truncation)])
     limit = truncation.WhichOneof("limit")
     return Truncation(
         to_model_limit=limit == "model_limit",
         tokens=truncation.tokens if limit == "tokens" else None,
         keep_last=truncation.side != embedding_pb2.TRUNCATION_SIDE_RIGHT,
     )
+
+
+def _unknown_side(truncation: embedding_pb2.Truncation) -> FieldViolation:
+    return FieldViolation("truncation.side", f"unknown value {truncation.side}")
 
 
 def embedding_to_proto(

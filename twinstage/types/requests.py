@@ -164,3 +164,16 @@ class RawEncodeRequest:
     normalize: bool = True
     dimensions: int | None = None
     format: EmbeddingFormat = EmbeddingFormat.FLOAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawScoreRequest:
+    """What a client sent to Score or Rerank. `query_field` is the path of the queries in the client's message."""
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    query_field: str = "queries"
+    model: str = ""
+    request_id: str = ""
+    truncation: Truncation = field(default_factory=Truncation)
+    top_n: int | None = None

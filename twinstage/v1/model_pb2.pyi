@@ -81,6 +81,8 @@ class _ModelCapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Model
     """Thoughts come apart from the answer."""
     MODEL_CAPABILITY_EMBED: _ModelCapability.ValueType  # 11
     """Encode, Embed and EncodeStream."""
+    MODEL_CAPABILITY_SCORE: _ModelCapability.ValueType  # 12
+    """Score and Rerank."""
 
 class ModelCapability(_ModelCapability, metaclass=_ModelCapabilityEnumTypeWrapper):
     """Something that requests to a model may ask for. What is not among a model's capabilities is refused by name."""
@@ -109,6 +111,8 @@ MODEL_CAPABILITY_REASONING: ModelCapability.ValueType  # 10
 """Thoughts come apart from the answer."""
 MODEL_CAPABILITY_EMBED: ModelCapability.ValueType  # 11
 """Encode, Embed and EncodeStream."""
+MODEL_CAPABILITY_SCORE: ModelCapability.ValueType  # 12
+"""Score and Rerank."""
 Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,179 @@
+"""Admitted inputs become vectors: in batches of bounded size, on all workers of the model at once.
+
+A batch is tried again when its worker fails, by the rules of `failover`: it is a request of one leg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from router.attempt import AttemptFailed, blaming
+from router.embedding_admission import AdmittedInput
+from router.failover import Attempts, FailoverPolicy, Probation, Trial
+from router.placement import Demand, Pair, Refusal, place
+from router.trace import RequestTrace
+from router.worker_entry import ServedModel, WorkerLife
+from router.workers import WorkerTable
+from twinstage.errors import DeadlineExceeded, WorkerLost
+from twinstage.rpc.clients import EncodedBatch
+from twinstage.types import PoolingInput, RequestId
+
+MAX_BATCH_INPUTS = 64
+MAX_BATCH_TOKENS = 4096  # padding included: inputs of similar length go together
+CALLS_PER_WORKER = 2  # one computes while the next one waits
+
+_turns = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vector:
+    """One result: little-endian 32-bit floats, and the tokens of the input."""
+
+    data: bytes
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class EncodingTally:
+    """Where the time of one call went."""
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    retries: int = 0
+    workers: set[str] = field(default_factory=set)
+    trace: RequestTrace | None = None  # none for a stream of inputs
+
+    def add(self, batch: EncodedBatch, worker: str) -> None:
+        if self.trace is not None:
+            self.trace.ended_now("encode", batch.compute_s, process=worker)
+        self.queue_s = max(self.queue_s, batch.queue_s)  # batches wait side by side
+        self.compute_s += batch.compute_s
+        self.workers.add(worker)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingCall:
+    """Whose inputs are encoded, and until when (monotonic)."""
+
+    model: ServedModel
+    request_id: str
+    deadline_s: float
+    tally: EncodingTally = field(default_factory=EncodingTally)
+
+
+class BatchEncoder:
+    """Has batches of inputs computed. Belongs to one event loop."""
+
+    def __init__(self, workers: WorkerTable, policy: FailoverPolicy) -> None:
+        """`policy` holds for each batch."""
+        self._workers = workers
+        self._policy = policy
+        self._probation = Probation()
+
+    async def encode(self, inputs: Sequence[AdmittedInput], call: EncodingCall) -> list[Vector]:
+        """The vectors of admitted inputs, in order. Raises the error of the first batch that failed for good."""
+        vectors: dict[int, Vector] = {}
+        batches = iter(make_batches(inputs))
+
+        async def work_off() -> None:
+            for batch in batches:
+                encoded = await self._encode_batch([inputs[index] for index in batch], call)
+                for index, data in zip(batch, encoded.vectors, strict=True):
+                    vectors[index] = finish_vector(data, inputs[index])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(CALLS_PER_WORKER * max(1, len(call.model.prefill))):
+                    group.create_task(work_off())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [vectors[index] for index in range(len(inputs))]
+
+    async def _encode_batch(self, batch: Sequence[AdmittedInput], call: EncodingCall) -> EncodedBatch:
+        """One batch on one worker, and on others or the same one again when that one fails."""
+        attempts = Attempts(self._policy, request_id=RequestId(call.request_id))
+        while not attempts.are_over:
+            with self._probation.trial(call.model.name, attempts.suspected_on) as trial:
+                turn = next(_turns)
+                pair = await attempts.placed(
+                    partial(self._place, batch, call.model, attempts, turn),
+                    self._workers,
+                    model=call.model.name,
+                    tokens_sent=lambda: 0,
+                )
+                await trial.turn()
+                try:
+                    worker = self._workers.life(pair.prefill)
+                except WorkerLost:
+                    continue  # lost while this batch waited for its turn
+                try:
+                    return await self._attempt(worker, batch, call, trial, name=f"{call.request_id}#{turn}")
+                except AttemptFailed as failed:
+                    call.tally.retries += 1
+                    attempts.failed(failed, trial, decode=None, tokens=0)
+        assert attempts.error is not None
+        raise attempts.error
+
+    def _place(
+        self, batch: Sequence[AdmittedInput], model: ServedModel, attempts: Attempts, turn: int
+    ) -> Pair | Refusal:
+        snapshot = self._workers.snapshot(model)
+        attempts.look(candidate.key for candidate in snapshot.prefill)
+        demand = Demand(num_tokens=sum(len(entry.token_ids) for entry in batch), needs_decode=False)
+        return place(demand, snapshot, excluded=attempts.excluded, avoided=attempts.avoided, turn=turn)
+
+    async def _attempt(
+        self, worker: WorkerLife, batch: Sequence[AdmittedInput], call: EncodingCall, trial: Trial, *, name: str
+    ) -> EncodedBatch:
+        """One try on one worker. Raises AttemptFailed when another one may do better."""
+        remaining_s = call.deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the request's deadline is over")
+        tokens = sum(len(entry.token_ids) for entry in batch)
+        with blaming(worker.key), worker.ledger.placed(tokens=tokens):
+            trial.computing(worker.key)
+            encoded = await worker.connection.encode(
+                name,
+                [PoolingInput(token_ids=entry.token_ids) for entry in batch],
+                normalize=batch[0].worker_normalizes,
+                timeout_s=remaining_s,
+            )
+        call.tally.add(encoded, worker.description.worker_id)
+        return encoded
+
+
+def make_batches(inputs: Sequence[AdmittedInput]) -> Iterator[list[int]]:
+    """Indices of inputs that go to a worker together: alike in length and options, within the bounds, longest first."""
+    by_length = sorted(
+        range(len(inputs)), key=lambda index: (inputs[index].worker_normalizes, -len(inputs[index].token_ids))
+    )
+    batch: list[int] = []
+    for index in by_length:
+        if batch:
+            first = inputs[batch[0]]
+            is_full = len(batch) >= MAX_BATCH_INPUTS
+            is_too_large = len(first.token_ids) * (len(batch) + 1) > MAX_BATCH_TOKENS
+            if is_full or is_too_large or first.worker_normalizes != inputs[index].worker_normalizes:
+                yield batch
+                batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def finish_vector(data: bytes, entry: AdmittedInput) -> Vector:
+    """Cut the vector to the dimensions that were asked for, and scale what is left to length 1."""
+    if entry.dimensions is not None:
+        values = array("f", data[: 4 * entry.dimensions])
+        if entry.normalize:
+            length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
+            values = array("f", (value / length for value in values))
+        data = values.tobytes()
+    return Vector(data=data, prompt_tokens=len(entry.token_ids))

@@ -1,0 +1,72 @@
+"""Score and Rerank: pairs of texts in, numbers out.
+
+An embedding model scores a pair by the cosine of its two vectors. Every text is encoded once, whatever the number of
+its pairs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import mul
+
+from router.catalog import Work
+from router.embedding import Embedding, EmbeddingResult, PoolingCall
+from router.encoder import Vector
+from router.scoring_admission import admit_texts
+from twinstage.types import RawScoreRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringResult:
+    """The answer to one call: a document's index and its score, in the order that the call wants."""
+
+    scores: tuple[tuple[int, float], ...]
+    totals: EmbeddingResult
+
+
+class Scoring:
+    """Serves calls that score."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        """`embedding` computes the vectors, among its own calls."""
+        self._embedding = embedding
+
+    async def score(
+        self, raw: RawScoreRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
+    ) -> ScoringResult:
+        """One score per document, in order. Raises TwinstageError."""
+        model = self._embedding.find_model(raw.model, Work.SCORE)
+        call = PoolingCall(
+            model=model,
+            num_inputs=len(raw.queries) + len(raw.documents),
+            admit=partial(admit_texts, raw, model),
+            request_id=raw.request_id,
+            fallback_id=fallback_id,
+            caller=caller,
+        )
+        result = await self._embedding.run(call, timeout_s=timeout_s)
+        num_documents = len(raw.documents)
+        if not num_documents:
+            return ScoringResult(scores=(), totals=result)
+        queries, documents = result.vectors[:-num_documents], result.vectors[-num_documents:]
+        cosines = await self._embedding.in_thread(partial(_cosines, queries, documents))
+        return ScoringResult(scores=tuple(enumerate(cosines)), totals=result)
+
+    async def rerank(
+        self, raw: RawScoreRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
+    ) -> ScoringResult:
+        """The `top_n` best documents, best first; equal ones in the order in which they came. Raises TwinstageError."""
+        result = await self.score(raw, timeout_s=timeout_s, caller=caller, fallback_id=fallback_id)
+        best = sorted(result.scores, key=lambda entry: -entry[1])
+        return ScoringResult(scores=tuple(best[: raw.top_n]), totals=result.totals)
+
+
+def _cosines(queries: Sequence[Vector], documents: Sequence[Vector]) -> list[float]:
+    """Of one query with every document, or of each with its own. The vectors have length 1."""
+    sides = [array("f", query.data) for query in queries]
+    first = sides * len(documents) if len(sides) == 1 else sides
+    pairs = zip(first, (array("f", document.data) for document in documents), strict=True)
+    return [min(1.0, max(-1.0, sum(map(mul, left, right)))) for left, right in pairs]

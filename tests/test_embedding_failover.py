@@ -1,0 +1,79 @@
+"""Embeddings through the loss of workers: they wait for one to come back, and one that workers die of is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from fake_workers import FakePrefill, until
+from test_router_service import Service, details, failing, serving, vector_of
+from twinstage.errors import Overloaded
+from twinstage.v1 import embedding_pb2
+
+
+async def test_an_embedding_waits_for_its_only_worker_to_come_back() -> None:
+    async with serving("--worker-wait", "5") as service:
+        (worker,) = service.embedders.prefill
+        worker.script.stall("encode")
+        call = asyncio.create_task(embed_alone(service, "abc"))
+        await worker.script.reached("encode").wait()
+        await worker.kill()
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        await worker.restart()
+        response = await call
+        assert list(response.embeddings[0].values) == pytest.approx(vector_of("abc", normalize=True))
+        assert response.placement.retries == 1
+        worker.script.fail("encode", Overloaded("full"), times=2)
+        began_s = time.monotonic()
+        assert (await embed_alone(service, "abc")).placement.retries == 2
+        assert time.monotonic() - began_s > 0.2, "it pauses before it goes back to a worker that refused it"
+
+
+async def test_an_embedding_that_workers_die_of_is_refused_and_those_beside_it_live() -> None:
+    poison = "x" * 11
+    async with serving("--worker-wait", "5", "--max-attempts", "4", embed=2) as service:
+        workers = service.embedders.prefill
+        for worker in workers:
+            worker.script.stall("encode")  # one of the others is there when it dies
+            worker.hangs_at = len(poison)
+        watchers = [asyncio.create_task(_dying_of_inputs(worker)) for worker in workers]
+        try:
+            innocent = [asyncio.create_task(embed_alone(service, "abc")) for _ in range(4)]
+            await until(lambda: all(worker.script.reached("encode").is_set() for worker in workers), what="company")
+            error = await failing(embed_alone(service, poison))
+            answers = await asyncio.gather(*innocent)
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert details(error)["ErrorInfo"].reason == "POISONED_REQUEST"
+        assert any(answer.placement.retries for answer in answers), "some were there when a worker died"
+        for answer in answers:
+            assert list(answer.embeddings[0].values) == pytest.approx(vector_of("abc", normalize=True))
+        deaths = [worker.description.epoch - 1 for worker in workers]
+        assert sum(deaths) in {2, 3}
+
+
+async def embed_alone(service: Service, text: str) -> embedding_pb2.EmbedResponse:
+    response: embedding_pb2.EmbedResponse = await service.embedding.Embed(
+        embedding_pb2.EmbedRequest(texts=[text]), timeout=20
+    )
+    return response
+
+
+async def _dying_of_inputs(worker: FakePrefill) -> None:
+    """Kill the worker whenever it computes for the input on which it hangs, and start it again."""
+    while True:
+        await until(
+            lambda: any(worker.hangs_at in call for call in worker.encoding.values()), what="poison", timeout_s=60
+        )
+        await asyncio.sleep(0.05)  # for those who are there as well
+        await worker.kill()
+        worker.running.clear()
+        worker.encoding.clear()
+        await worker.restart()
