@@ -16,7 +16,7 @@ import fake_workers
 from fake_workers import ALPHABET, FakeCluster, make_bundle, make_model, until
 from router.__main__ import Router
 from router.config import RouterSettings
-from twinstage.client import AsyncTwinstageClient, Options, Sampling, Tool
+from twinstage.client import AsyncTwinstageClient, Options, Sampling, Tool, tool_from_function
 from twinstage.errors import InvalidRequest
 from twinstage.rpc.convert_chat import fill_conversation
 from twinstage.settings import read_settings
@@ -178,6 +178,38 @@ def render_request(prompt: ChatPrompt) -> tokenizer_pb2.RenderChatRequest:
     request = tokenizer_pb2.RenderChatRequest()
     fill_conversation(request, prompt)
     return request
+
+
+def look_up(city: str, days: int = 1, *, tags: list[str] | None = None) -> str:
+    """Look it up."""
+    return f"{city} {days} {tags}"
+
+
+def by_position(city: str, /) -> str:
+    return city
+
+
+def any_number(*cities: str) -> str:
+    return "".join(cities)
+
+
+def of_no_schema(client: AsyncTwinstageClient) -> None:
+    del client
+
+
+def test_tools_from_functions() -> None:
+    tool = tool_from_function(look_up)
+    assert (tool.name, tool.description) == ("look_up", "Look it up.")
+    schema = json.loads(tool.parameters)
+    assert schema["required"] == ["city"]
+    assert {name: entry.get("type") for name, entry in schema["properties"].items()} == {
+        "city": "string",
+        "days": "integer",
+        "tags": None,
+    }
+    for function in (by_position, any_number, of_no_schema):
+        with pytest.raises(TypeError, match=f"{function.__name__} cannot be a tool"):
+            tool_from_function(function)
 
 
 async def test_the_documented_tool_loop(

@@ -21,7 +21,7 @@ def tool_from_function(function: Callable[..., Any]) -> Tool:
         adapter: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
         schema = adapter.json_schema()
     except PydanticUserError as error:
-        raise TypeError(f"{function.__name__} cannot be a tool: {error.message}") from error
+        raise TypeError(f"{function.__name__} cannot be a tool: {error.message.splitlines()[0]}") from error
     if schema.get("type") != "object":
         raise TypeError(f"{function.__name__} cannot be a tool: it has arguments without names")
     return tool_from_schema(function.__name__, inspect.getdoc(function) or "", schema)
