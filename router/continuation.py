@@ -119,7 +119,8 @@ class Continuation:
         self.attempts.look(candidate.key for candidate in (*snapshot.prefill, *snapshot.decode))
         pair = place(demand, snapshot, excluded=self.attempts.excluded, avoided=self.attempts.avoided, turn=turn)
         if isinstance(pair, Pair):
-            self._num_uncached = max(1, num_tokens - held.get(pair.prefill, 0))
+            computes_all = self._wanted_scores is not None
+            self._num_uncached = num_tokens if computes_all else max(1, num_tokens - held.get(pair.prefill, 0))
         return pair
 
     @property
@@ -131,6 +132,11 @@ class Continuation:
     def _sequence(self) -> tuple[int, ...]:
         """Prompt and output so far; of several choices, what they have in common."""
         return (*self._request.spec.prompt_token_ids, *self._resumed)
+
+    @property
+    def _wanted_scores(self) -> int | None:
+        """Alternatives with the log probabilities of the prompt, where the client still lacks them."""
+        return None if self._delivery.has_scores else self._request.spec.prompt_logprobs
 
     async def _attempt(self, pair: Pair, turn: int, trial: Trial) -> None:
         """One try on one pair of workers, from reservation to last token."""
@@ -168,7 +174,7 @@ class Continuation:
             request_id=RequestId(f"{spec.request_id}#{turn}"),
             resumed_token_ids=tuple(self._resumed),
             num_choices=len(self._choices),
-            prompt_logprobs=None if self._delivery.has_scores else spec.prompt_logprobs,
+            prompt_logprobs=self._wanted_scores,
             traceparent=self.tally.trace.context.traceparent,
             sampling=replace(spec.sampling, choice_index=first) if first else spec.sampling,
         )

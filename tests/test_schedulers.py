@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 from fake_runner import BLOCK_SIZE, make_spec
 from twinstage.engine.decode_scheduler import DecodeScheduler
-from twinstage.engine.prefill_scheduler import PrefillScheduler
+from twinstage.engine.prefill_scheduler import SCORED_PER_STEP, PrefillScheduler
 from twinstage.engine.sequence import Sequence
 from twinstage.kv.block_pool import BlockPool
 from twinstage.types import SECONDS_PER_PRIORITY_LEVEL
@@ -50,6 +51,20 @@ def test_sequences_are_ranked_by_priority_then_arrival() -> None:
     for arrival, priority in ((0, 0), (1, 2), (2, -1), (3, 2)):
         scheduler.add(make_sequence(pool, arrival, tokens=1, priority=priority))
     assert [sequence.arrival for sequence in scheduler.waiting] == [1, 3, 0, 2]
+
+
+def test_a_step_has_logits_of_so_many_prompt_tokens_and_no_more() -> None:
+    """Of all prompts whose log probabilities are wanted together: each row has the whole vocabulary."""
+    pool = BlockPool(100)
+    scheduler = make_prefill(pool, chunk_size=512)
+    for arrival in range(3):
+        sequence = make_sequence(pool, arrival, tokens=100)
+        sequence.spec = replace(sequence.spec, prompt_logprobs=5 if arrival else None)
+        scheduler.add(sequence)
+    scheduler.admit(decoding=[])
+    chunks = scheduler.schedule(max_chunks=4)
+    assert lengths(chunks) == [("s0", 0, 100, True), ("s1", 0, SCORED_PER_STEP, False)]  # type: ignore[arg-type]
+    assert [chunk.num_logits for chunk in chunks] == [1, SCORED_PER_STEP]
 
 
 def test_a_level_of_priority_is_worth_some_seconds_and_no_more() -> None:

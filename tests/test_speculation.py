@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from fake_runner import (
 )
 from harness import ProcessCluster
 from tiny_models import VOCABULARY_SIZE
+from twinstage.cli.cluster_flags import EngineFlags
 from twinstage.engine.core import EngineConfig, EngineCore
 from twinstage.engine.draft_model import ModelDrafter
 from twinstage.engine.llm import LLM, GenerationLimits, LlmOptions
@@ -32,12 +34,14 @@ from twinstage.engine.ngram import find_continuation
 from twinstage.engine.sequence import Sequence
 from twinstage.engine.speculation import Drafter, Speculation, SpeculationOptions
 from twinstage.errors import ConfigError
+from twinstage.hosting.assemble import EngineParts, build_engine
+from twinstage.hosting.found_model import find_model
 from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.settings import read_settings
 from twinstage.text.bundle import TokenizerBundle, read_bundle
 from twinstage.text.same_tokens import check_same_tokens
-from twinstage.types import RequestId, SamplingParameters, SequenceSpec
+from twinstage.types import RequestId, Role, SamplingParameters, SequenceSpec
 from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -314,6 +318,9 @@ def test_what_cannot_be_is_refused_by_name(tiny_model: Path) -> None:
     read = read_settings(DecodeSettings, ["--speculative", "ngram", "--num-speculative-tokens", "5"])
     assert read.speculation == SpeculationOptions(method="ngram", num_tokens=5)
     assert read_settings(DecodeSettings, []).speculation is None
+    flags = EngineFlags(speculative="draft_model", draft_model="small", ngram_max=5).speculation_flags
+    assert flags == ("--speculative", "draft_model", "--draft-model", "small", "--ngram-max", "5")
+    assert EngineFlags().speculation_flags == ()
     ngram = SpeculationOptions(method="ngram")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(str(tiny_model), LlmOptions(deterministic=True, kv_cache_bytes=400_000, speculation=ngram))
@@ -329,6 +336,29 @@ def test_a_draft_model_with_other_tokens_is_refused_with_the_first_that_differs(
         with pytest.raises(ConfigError, match=said) as caught:
             check_same_tokens(bundle, replace(bundle, tokenizer_json=changed), names=("big", "small"))
         assert f"{VOCABULARY_SIZE} and {VOCABULARY_SIZE} tokens" in str(caught.value)
+
+
+def test_a_decode_worker_is_built_with_its_draft_model_or_not_at_all(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(tiny_model), "--weights", "stock", "--threads", "1", "--kv-cache-bytes", "400KB"]
+    flags += ["--speculative", "draft_model", "--draft-weights", "stock", "--draft-kv-cache-bytes", "400KB"]
+
+    def build(draft: Path) -> EngineParts:
+        decode = read_settings(DecodeSettings, [*flags, "--draft-model", str(draft)])
+        found = find_model(decode)
+        return build_engine(decode, found, role=Role.DECODE, protocol_version=1, speculation=decode.speculation)[0]
+
+    parts = build(tiny_model)
+    parts.core.add(make_spec("r", prompt=range(3, 30), max_tokens=12))
+    stats = []
+    while parts.core.has_work:
+        stats += parts.core.step().finished
+    assert stats[0].accepted_draft_tokens > 6
+    assert parts.close() == 0
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    (other / "tokenizer.json").write_text(_with_swapped_ids(read_bundle(tiny_model)))
+    with pytest.raises(ConfigError, match="'%' is id 7"):
+        build(other)
 
 
 def _with_swapped_ids(bundle: TokenizerBundle) -> str:

@@ -20,7 +20,7 @@ from twinstage.kv.block_pool import BlockPool
 from twinstage.kv.layout import blocks_for
 from twinstage.types import ProducedToken
 
-CATCH_UP_PER_STEP = 256  # known tokens that are computed before guessing, of all sequences
+CATCH_UP_PER_STEP = 128  # known tokens that are computed before guessing, of all sequences
 
 
 class ModelDrafter:

@@ -60,6 +60,7 @@ def open_speculation(options: SpeculationOptions, target: Target) -> OpenSpecula
             "speculative decoding does not go with deterministic mode on stock modules, which computes output tokens "
             "one by one: choose weights fp32 or int8, where the model's shape allows them"
         )
+    logger.info("guessing tokens ahead", method=options.method, at_most=options.num_tokens)
     if options.method == "ngram":
         drafter = NgramDrafter(longest=options.ngram_max, shortest=options.ngram_min)
         return OpenSpeculation(speculation=_speculation(drafter, options, target))
