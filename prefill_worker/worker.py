@@ -61,6 +61,7 @@ class PrefillWorker:
         self.description = description
         self.tokenizer_bundle = tokenizer_bundle
         self.loads = LoadBoard(self._load)
+        self.matcher_for = parts.matcher_for
         self._parts = parts
         self._sender = sender
         self._loop = loop
@@ -100,10 +101,6 @@ class PrefillWorker:
         finally:
             self._end(request, CancelledOutcome())
 
-    async def matcher_for(self, spec: SequenceSpec) -> SequenceMatcher | None:
-        """Of the sequence's constraint, if it has one. Raises InvalidRequest and Overloaded."""
-        return await self._parts.matcher_for(spec)
-
     def _admit(self, spec: SequenceSpec, grant: KvGrant | None, matcher: SequenceMatcher | None) -> PrefillRequest:
         self._check_room()
         check_sequence(spec, self.description.model)
@@ -119,7 +116,7 @@ class PrefillWorker:
         request.in_engine = True
         self._requests[request.key] = request
         self._idle.clear()
-        self._engine.submit(partial(self._add, request.key, spec, request.handoff, matcher))
+        self._engine.submit(partial(self._add, request, matcher))
         return request
 
     def _check_room(self) -> None:
@@ -133,17 +130,10 @@ class PrefillWorker:
 
     # --- on the engine thread ------------------------------------------------------------------------
 
-    def _add(
-        self,
-        key: RequestId,
-        spec: SequenceSpec,
-        handoff: Handoff | None,
-        matcher: SequenceMatcher | None,
-        core: EngineCore,
-    ) -> None:
-        if handoff is not None:
-            self._handoffs[key] = handoff
-        core.add(replace(spec, request_id=key), matcher=matcher)
+    def _add(self, request: PrefillRequest, matcher: SequenceMatcher | None, core: EngineCore) -> None:
+        if request.handoff is not None:
+            self._handoffs[request.key] = request.handoff
+        core.add(replace(request.spec, request_id=request.key), matcher=matcher)
 
     def _stop(self, key: RequestId, core: EngineCore, *, keep_blocks: bool) -> None:
         self._handoffs.pop(key, None)

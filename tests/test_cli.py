@@ -78,6 +78,21 @@ def test_answer_on_stdout_and_totals_on_stderr(
     assert (request.prompt if command == "generate" else request.messages[0].content) == "Hi"
 
 
+def test_a_schema_of_a_file_and_an_expression(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "object"}')
+    assert run(monkeypatch, "chat", "Hi", "--address", api.address, "--json-schema", str(path)) == 0
+    assert run(monkeypatch, "generate", "Hi", "--address", api.address, "--regex", "a+") == 0
+    schema, expression = api.requests
+    assert schema.structured_output.json_schema == '{"type": "object"}'
+    assert expression.structured_output.regex == "a+"
+    assert run(monkeypatch, "generate", "Hi", "--address", api.address, "--json-schema", str(tmp_path / "none")) == 2
+    assert run(monkeypatch, "generate", "Hi", "--regex", "a", "--json-schema", str(path)) == 2
+    assert "--json-schema and --regex exclude each other" in capsys.readouterr().err
+
+
 def test_options_that_are_left_out_are_left_to_the_router(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "chat", "Hi", "--address", api.address) == 0
     (request,) = api.requests

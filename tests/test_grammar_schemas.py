@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from grammar_schemas import SCHEMAS
 from twinstage.engine.llm import LLM, LlmOptions
+from twinstage.engine.speculation import SpeculationOptions
 from twinstage.errors import InvalidRequest
 from twinstage.grammar.compiled import CompiledGrammars
 from twinstage.grammar.resolve import resolve_constraint
@@ -37,9 +39,10 @@ def almost_uniform(tokenizer: TextTokenizer, seed: int) -> SamplingParameters:
     return SamplingParameters(temperature=20.0, seed=seed, logit_bias=dict.fromkeys(closing, 60.0))
 
 
-def generate(llm: LLM, outputs: dict[str, RawStructuredOutput]) -> dict[str, tuple[str, Finish]]:
+def generate(
+    llm: LLM, grammars: CompiledGrammars, outputs: dict[str, RawStructuredOutput]
+) -> dict[str, tuple[str, Finish]]:
     """The text of each, by name, all in the same batches."""
-    grammars = CompiledGrammars(llm.tokenizer.bundle)
     for seed, (name, raw) in enumerate(outputs.items()):
         constraint = resolve_constraint(raw, llm.tokenizer)
         spec = SequenceSpec(
@@ -67,11 +70,12 @@ def generate(llm: LLM, outputs: dict[str, RawStructuredOutput]) -> dict[str, tup
 @pytest.mark.parametrize("backend", list(GrammarBackend))
 def test_every_completed_output_is_valid(llm: LLM, backend: GrammarBackend) -> None:
     assert len(SCHEMAS) >= 100
+    grammars = CompiledGrammars(llm.tokenizer.bundle)
     outputs = {name: RawStructuredOutput.json_schema(schema, backend=backend) for name, schema in SCHEMAS.items()}
     if backend is GrammarBackend.XGRAMMAR:  # which refuses more, and knows formats by their syntax only
-        outputs = {name: raw for name, raw in outputs.items() if _compiles(llm, raw)}
+        outputs = {name: raw for name, raw in outputs.items() if _compiles(llm, grammars, raw)}
         assert len(outputs) > 50
-    answers = generate(llm, outputs)
+    answers = generate(llm, grammars, outputs)
     completed = {name: text for name, (text, finish) in answers.items() if finish.reason is FinishReason.STOP}
     formats = FORMATS if backend is GrammarBackend.LLGUIDANCE else None
     for name, text in completed.items():
@@ -79,9 +83,25 @@ def test_every_completed_output_is_valid(llm: LLM, backend: GrammarBackend) -> N
     assert len(completed) >= 0.95 * len(outputs), sorted(set(outputs) - set(completed))
 
 
-def _compiles(llm: LLM, raw: RawStructuredOutput) -> bool:
+def test_guesses_and_preemption_change_nothing(tiny_model: Path, llm: LLM) -> None:
+    """A pool for one and a half sequences, and guesses from what was written: each document is the one of plenty."""
+    rows = {"type": "array", "items": {"type": "integer", "minimum": 10, "maximum": 12}, "minItems": 12, "maxItems": 12}
+    asked: dict[str, Any] = {
+        "prompts": [[5], [6], [7]],
+        "sampling": SamplingParameters(temperature=1.0, seed=3),
+        "max_tokens": 200,
+        "structured_output": RawStructuredOutput.json_schema(rows),
+    }
+    expected = llm.generate(**asked)
+    assert all(len(json.loads(result.text)) == 12 for result in expected)
+    scarce = LlmOptions(threads=1, block_size=8, kv_cache_bytes=120_000, speculation=SpeculationOptions(method="ngram"))
+    with LLM(str(tiny_model), scarce) as other:
+        assert [result.token_ids for result in other.generate(**asked)] == [result.token_ids for result in expected]
+
+
+def _compiles(llm: LLM, grammars: CompiledGrammars, raw: RawStructuredOutput) -> bool:
     try:
-        CompiledGrammars(llm.tokenizer.bundle).start_now(resolve_constraint(raw, llm.tokenizer))
+        grammars.start_now(resolve_constraint(raw, llm.tokenizer))
     except InvalidRequest:
         return False
     return True

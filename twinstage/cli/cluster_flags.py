@@ -116,6 +116,10 @@ class ClusterFlags:
         list[str] | None,
         typer.Option("--reasoning-parser", metavar="[NAME=]PARSER", help="How models mark their reasoning, likewise."),
     ] = None
+    grammar_backend: Annotated[
+        Literal["auto", "xgrammar", "llguidance"] | None,
+        typer.Option("--grammar-backend", help="Library for grammars of outputs; by default by their form."),
+    ] = None
     log_directory: Annotated[
         Path | None,
         typer.Option("--log-directory", exists=True, file_okay=False, help="Also write each process's log here."),
@@ -147,4 +151,6 @@ class ClusterFlags:
 
     def _router_flags(self) -> tuple[str, ...]:
         tools = [f"--tool-parser={value}" for value in self.tool_parser or ()]
-        return (*tools, *(f"--reasoning-parser={value}" for value in self.reasoning_parser or ()))
+        reasoning = [f"--reasoning-parser={value}" for value in self.reasoning_parser or ()]
+        backend = () if self.grammar_backend is None else (f"--grammar-backend={self.grammar_backend}",)
+        return (*tools, *reasoning, *backend)

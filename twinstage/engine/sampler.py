@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from twinstage.engine.sequence import Sequence
 from twinstage.errors import ComputeFailed, InvalidRequest
-from twinstage.grammar.matcher import refused
+from twinstage.grammar.matcher import SequenceMatcher, refused
 from twinstage.types import ProducedToken, SamplingParameters, TokenAlternative, TokenLogprobs
 
 Logits = NDArray[np.float32]  # [rows, vocab]
@@ -41,6 +41,7 @@ _BITS_BELOW_BAND = 23 - 5  # of a float32's mantissa
 _BITS_OF_ONE = np.int32(np.float32(1.0).view(np.int32))
 _LEAST = float(np.finfo(np.float32).min)
 _PIECE = 256  # tokens that a draw from a whole row adds up before it looks at single ones
+_DENSE = 8  # of so many tokens, a grammar that allows one is worth a pass over the whole row
 _GROUPS_PER_WANTED = 4  # groups of tokens, for each wanted one, whose greatest values bound the wanted ones from below
 
 
@@ -67,10 +68,9 @@ class Sampler:
         values, allowed = _adjust(raw, sequence), None
         if sequence.matcher is not None:
             try:
-                allowed = sequence.matcher.allowed_ids(sequence.spec.stop_token_ids, vocab_size=len(raw))
+                values, allowed = _constrained(values, sequence.matcher, sequence.spec.stop_token_ids)
             except InvalidRequest as error:
                 return error
-            values = values[allowed]  # what follows chooses among these, and knows no others
         if values is not raw:
             best_id = int(values.argmax())
             if not math.isfinite(values[best_id]):
@@ -117,6 +117,19 @@ class Sampler:
         np.subtract(values, np.float32(peak), out=scratch)
         np.divide(scratch, np.float32(temperature), out=scratch)
         return np.exp(scratch, out=scratch)
+
+
+def _constrained(values: Row, matcher: SequenceMatcher, end_ids: frozenset[int]) -> tuple[Row, Ids | None]:
+    """The values of the tokens that a grammar allows, and their ids.
+
+    Where it allows many: the values of all tokens, those of the others -inf. Raises InvalidRequest where it allows
+    none.
+    """
+    mask = matcher.allowed(end_ids, vocab_size=len(values))
+    if _DENSE * np.count_nonzero(mask) > len(mask):
+        return np.where(mask, values, np.float32(-np.inf)), None
+    allowed = np.flatnonzero(mask)
+    return values[allowed], allowed  # what follows chooses among these, and knows no others
 
 
 def _nothing_left(sequence: Sequence) -> ComputeFailed | InvalidRequest:

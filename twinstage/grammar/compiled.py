@@ -14,7 +14,8 @@ from twinstage.grammar.matcher import BackendMatcher, SequenceMatcher, refused
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.types.constraints import Constraint, OutputConstraint
 
-COMPILE_TIMEOUT_S = 30.0  # of a busy machine; the router has seen the grammar compile in a few seconds of a processor
+# Of a busy machine, and for the import of a backend; the router has seen the grammar compile in seconds of a processor.
+COMPILE_TIMEOUT_S = 120.0
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 _THREADS = 2

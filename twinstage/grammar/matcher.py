@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from twinstage.errors import FieldViolation, InvalidRequest
 
-Ids = NDArray[np.int64]  # [count], token ids, ascending
-Mask = NDArray[np.bool_]  # [tokens of the tokenizer]
+Mask = NDArray[np.bool_]  # [tokens of the tokenizer, or of the model]
 
 FIELD = "structured_output"
 _MAX_MESSAGE_CHARACTERS = 300
@@ -91,8 +90,8 @@ class SequenceMatcher:
         """Whether nothing can be added to the output."""
         return self.may_end and not self._text_mask().any()
 
-    def allowed_ids(self, end_ids: Iterable[int], *, vocab_size: int) -> Ids:
-        """The tokens below `vocab_size` that may come next; `end_ids` end the generation.
+    def allowed(self, end_ids: Iterable[int], *, vocab_size: int) -> Mask:
+        """Which of the tokens below `vocab_size` may come next; `end_ids` end the generation.
 
         Raises InvalidRequest when there is none, or the grammar is above a limit.
         """
@@ -105,10 +104,9 @@ class SequenceMatcher:
             known = self._text_mask()[:vocab_size]
             mask[: len(known)] = known
             mask[ends] |= self.may_end
-        ids = np.flatnonzero(mask)
-        if not len(ids):
+        if not mask.any():
             raise refused(f"allows no token of this model after {len(self._steps)} tokens of the output")
-        return ids
+        return mask
 
     def accept(self, token_id: int) -> bool:
         """Take the next token, which does not end the generation. False, with nothing changed, when it may not come."""
