@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from twinstage.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    scoring_pb2,
+    scoring_pb2_grpc,
 )
 
 TOTALS: dict[str, Any] = {
@@ -45,6 +48,7 @@ STOPPED: dict[str, Any] = {
 class FakeApi(
     generation_pb2_grpc.GenerationServiceServicer,
     embedding_pb2_grpc.EmbeddingServiceServicer,
+    scoring_pb2_grpc.ScoringServiceServicer,
     model_pb2_grpc.ModelServiceServicer,
     admin_pb2_grpc.AdminServiceServicer,
 ):
@@ -54,6 +58,7 @@ class FakeApi(
     error: TwinstageError | None = None
     refusals: list[TwinstageError] = field(default_factory=list)  # of the next requests, before anything is answered
     hangs: bool = False
+    hangs_at: str = ""  # the text of a stream at which it hangs
     leaves_out_summary: bool = False
     script: list[list[generation_pb2.Delta]] = field(default_factory=list)  # instead of texts, by call
     finishes: list[common_pb2.FinishReason.ValueType] = field(default_factory=list)
@@ -85,6 +90,29 @@ class FakeApi(
             for index in range(len(request.texts))
         ]
         return embedding_pb2.EmbedResponse(request_id="r", model="e", embeddings=vectors, **TOTALS)
+
+    def EncodeStream(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
+        for index, request in enumerate(requests):
+            self._take(request, context)
+            if request.input.text == self.hangs_at:
+                self.cancelled.wait(30)
+            if request.input.text == "bad":
+                error = embedding_pb2.ItemError(code=3, message="input: is bad", reason="INVALID_REQUEST")
+                yield embedding_pb2.EncodeStreamResponse(index=index, error=error)
+                continue
+            vector = embedding_pb2.Embedding(packed=struct.pack("<2f", len(request.input.text), -2.0), prompt_tokens=3)
+            yield embedding_pb2.EncodeStreamResponse(index=index, embedding=vector)
+
+    def Score(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        scores = [scoring_pb2.Score(index=index, score=0.5 - index) for index in range(len(request.documents))]
+        return scoring_pb2.ScoreResponse(request_id="r", model="e", scores=scores, **TOTALS)
+
+    def Rerank(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        results = [scoring_pb2.Score(index=index, score=index) for index in reversed(range(len(request.documents)))]
+        top_n = request.top_n if request.HasField("top_n") else None
+        return scoring_pb2.RerankResponse(request_id="r", model="e", results=results[:top_n], **TOTALS)
 
     def ListWorkers(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)
@@ -173,6 +201,7 @@ def serving(api: FakeApi) -> Iterator[FakeApi]:
     server = grpc.server(ThreadPoolExecutor(8))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(api, server)
     embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server(api, server)
+    scoring_pb2_grpc.add_ScoringServiceServicer_to_server(api, server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(api, server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(api, server)
     api.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

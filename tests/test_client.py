@@ -280,6 +280,24 @@ def test_embeddings(api: FakeApi, client: TwinstageClient) -> None:
     assert (second.normalize, second.truncation) == (True, Truncation(to_model_limit=True))
 
 
+def test_a_stream_of_texts(api: FakeApi, client: TwinstageClient) -> None:
+    results = list(client.embed_stream((text for text in ("a", "bad", "ccc")), model="e", dimensions=2))
+    assert [result.index for result in results] == [0, 1, 2]
+    assert [result.vector for result in results] == [(1.0, -2.0), (), (3.0, -2.0)]
+    assert isinstance(results[1].error, InvalidRequest)
+    assert [(request.model, request.dimensions) for request in api.requests] == [("e", 2)] * 3
+
+
+def test_scores_and_rankings(api: FakeApi, client: TwinstageClient) -> None:
+    assert client.score("q", ["a", "b"], model="e").scores == (0.5, -0.5)
+    ranking = client.rerank("q", ["a", "b", "c"], top_n=2, truncation=Truncation(tokens=4))
+    assert [(entry.index, entry.score) for entry in ranking.documents] == [(2, 2.0), (1, 1.0)]
+    assert ranking.summary.usage.prompt_tokens == 7
+    scored, ranked = api.requests
+    assert (list(scored.queries), list(scored.documents), scored.model) == (["q"], ["a", "b"], "e")
+    assert (ranked.query, ranked.top_n, ranked.truncation.tokens) == ("q", 2, 4)
+
+
 def test_workers_and_models(client: TwinstageClient) -> None:
     ready, refused = client.workers()
     assert (ready.worker_id, ready.role, ready.state, ready.free_kv_blocks) == ("decode-0", Role.DECODE, "ready", 60)
@@ -299,6 +317,9 @@ async def test_the_asyncio_client(api: FakeApi) -> None:
         assert (await client.generate("Hi")).text == "Paris"
         assert (await client.chat("Hi")).results[0].finish == END
         assert (await client.embed(["a"])).vectors == ((1.0, -2.0),)
+        assert [result.vector async for result in client.embed_stream(["a", "bad"])] == [(1.0, -2.0), ()]
+        assert (await client.score(["q"], ["a"])).scores == (0.5,)
+        assert (await client.rerank("q", ["a", "b"])).documents[0].index == 1
         assert len(await client.workers()) == 2
         assert (await client.models())[0].name == "m"
         assert (await client.reset_prefix_cache())[0].dropped_blocks == 4

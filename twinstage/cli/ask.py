@@ -1,4 +1,4 @@
-"""The commands that call a router: generate, chat, embed, workers, drain, models, reset-prefix-cache."""
+"""The commands that call a router: generate, chat, embed, score, rerank, workers, drain, models, reset-prefix-cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from twinstage.cli.output import (
     console_for_tables,
     models_table,
     placement_line,
+    ranking_table,
     state_of,
     timing_line,
     usage_line,
@@ -19,7 +20,7 @@ from twinstage.cli.output import (
 )
 from twinstage.client import ChatMessage, Embeddings, GenerationStream, Options, Summary, Tool, TwinstageClient
 from twinstage.client.results import WorkerInfo
-from twinstage.types import Finish
+from twinstage.types import Finish, Truncation
 
 _SHOWN_NUMBERS = 4
 
@@ -49,14 +50,73 @@ def chat(
         _print_totals(stream.summary, finish=finish.reason.value if finish is not None else "")
 
 
-def embed(client: TwinstageClient, texts: Sequence[str], *, model: str, timeout_s: float | None, as_json: bool) -> None:
+def embed(
+    client: TwinstageClient,
+    texts: Sequence[str],
+    *,
+    model: str,
+    normalize: bool,
+    dimensions: int | None,
+    truncation: Truncation | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
     """Embed texts: one line each, or one JSON document with all numbers."""
     with client:
-        embeddings = client.embed(texts, model=model, timeout_s=timeout_s)
+        embeddings = client.embed(
+            texts,
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation,
+            timeout_s=timeout_s,
+        )
     if as_json:
         print_json(embeddings)
         return
     _print_vectors(texts, embeddings)
+
+
+def score(
+    client: TwinstageClient,
+    query: str,
+    documents: Sequence[str],
+    *,
+    model: str,
+    truncation: Truncation | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Score documents: one line each, in order."""
+    with client:
+        found = client.score(query, documents, model=model, truncation=truncation, timeout_s=timeout_s)
+    if as_json:
+        print_json(found)
+        return
+    for value, document in zip(found.scores, documents, strict=True):
+        print(f"{value:9.6f}  {json.dumps(document, ensure_ascii=False)}")
+    _print_totals(found.summary, finish="")
+
+
+def rerank(
+    client: TwinstageClient,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_n: int | None,
+    model: str,
+    truncation: Truncation | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Sort documents: a table, the best first."""
+    with client:
+        ranking = client.rerank(query, documents, top_n=top_n, model=model, truncation=truncation, timeout_s=timeout_s)
+    if as_json:
+        print_json(ranking)
+        return
+    console_for_tables().print(ranking_table(ranking, documents))
+    _print_totals(ranking.summary, finish="")
 
 
 def workers(client: TwinstageClient, *, as_json: bool) -> None:

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from twinstage.cli.access_flags import AccessFlags
-from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, ModelName, Timeout
+from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, Timeout
 from twinstage.cli.bench import bench
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
 from twinstage.cli.flags import takes_flag_groups
+from twinstage.cli.pooling import embed, rerank, score
 from twinstage.errors import ConfigError, ModelError, TwinstageError, Unauthenticated
 
 app = typer.Typer(
@@ -95,21 +96,9 @@ def chat(
         ask.chat(client, text, options=flags.options(), system=system, tools=known, as_json=flags.as_json)
 
 
-@app.command()
-@takes_flag_groups
-def embed(
-    *,
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Texts to embed.")],
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelName = "",
-    timeout: Timeout = None,
-    as_json: AsJson = False,
-    access: AccessFlags,
-) -> None:
-    """Embed each TEXT and print the beginning of each vector; --json prints all numbers."""
-    from twinstage.cli import ask
-
-    ask.embed(access.client(address), texts, model=model, timeout_s=timeout, as_json=as_json)
+app.command()(embed)
+app.command()(score)
+app.command()(rerank)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from twinstage.client.results import ModelInfo, Summary, WorkerInfo
+from twinstage.client.results import ModelInfo, Ranking, Summary, WorkerInfo
 from twinstage.types import Timing
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
@@ -173,6 +173,17 @@ def models_table(models: Iterable[ModelInfo]) -> Table:
             str(model.decode_workers),
             model.fingerprint[:12],
         )
+    return table
+
+
+def ranking_table(ranking: Ranking, documents: Sequence[str]) -> Table:
+    """Documents, the best first, with their places in the order in which they were given."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("rank", "score", "place"):
+        table.add_column(title, justify="right")
+    table.add_column("document", overflow="fold")
+    for rank, entry in enumerate(ranking.documents, 1):
+        table.add_row(str(rank), f"{entry.score:.4f}", str(entry.index + 1), Text(documents[entry.index]))
     return table
 
 

@@ -9,26 +9,30 @@ async with AsyncTwinstageClient("localhost:50051") as client:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from twinstage.addresses import DEFAULT_PORT, with_default_port
-from twinstage.client import admin_responses, requests, responses
+from twinstage.client import admin_responses, requests, responses, scoring
 from twinstage.client.aio_stream import AsyncGenerationStream
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of
 from twinstage.client.client import ADMIN_TIMEOUT_S
+from twinstage.client.embed_stream import EmbedStream
 from twinstage.client.options import DEFAULT_OPTIONS, Options
 from twinstage.client.requests import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.results import (
+    EmbeddedText,
     Embeddings,
     Generation,
     Load,
     ModelInfo,
     PrefixCacheReset,
+    Ranking,
     RenderedChat,
+    Scores,
     Trace,
     WorkerInfo,
 )
@@ -42,6 +46,7 @@ from twinstage.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    scoring_pb2_grpc,
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
@@ -72,6 +77,7 @@ class AsyncTwinstageClient:
         channel: Any = access.authorized(self._channel)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
+        self._scoring: Any = scoring_pb2_grpc.ScoringServiceStub(channel)
         self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
@@ -128,6 +134,57 @@ class AsyncTwinstageClient:
             texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
         )
         return responses.embeddings(await self._call(self._embedding.Embed, request, timeout_s))
+
+    async def embed_stream(
+        self,
+        texts: Iterable[str] | AsyncIterable[str],
+        *,
+        model: str = "",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncation: Truncation | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[EmbeddedText, None]:
+        """Embed as many texts as there are, in order; each has its own vector or error. Closing the iterator ends it.
+
+        `texts` is read as fast as vectors come.
+        """
+        stream = EmbedStream(model=model, normalize=normalize, dimensions=dimensions, truncation=truncation)
+        call = self._embedding.EncodeStream(stream.async_requests(texts), timeout=timeout_s)
+        try:
+            async for response in call:
+                yield stream.result(response)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address, began=True) from error
+        finally:
+            call.cancel()
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        model: str = "",
+        truncation: Truncation | None = None,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """How well each document answers the query, or each its own."""
+        request = scoring.score_request(queries, documents, model=model, truncation=truncation)
+        return scoring.scores(await self._call(self._scoring.Score, request, timeout_s))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        model: str = "",
+        truncation: Truncation | None = None,
+        timeout_s: float | None = None,
+    ) -> Ranking:
+        """The `top_n` documents (None: all) that answer the query best, best first."""
+        request = scoring.rerank_request(query, documents, top_n=top_n, model=model, truncation=truncation)
+        return scoring.ranking(await self._call(self._scoring.Rerank, request, timeout_s))
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, as a prompt would have them."""

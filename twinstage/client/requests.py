@@ -46,7 +46,7 @@ _REPETITION_FIELDS = ("min_pattern_size", "max_pattern_size", "min_count")
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def refusing() -> Iterator[None]:
     """Numbers out of a field's range, values of another type."""
     try:
         yield
@@ -54,7 +54,7 @@ def _refusing() -> Iterator[None]:
         raise InvalidRequest([FieldViolation("", f"the request cannot be sent: {error}")]) from error
 
 
-@_refusing()
+@refusing()
 def generate_request(prompt: GenerationInput, options: Options) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest(**_common(options))
     match prompt:
@@ -69,7 +69,7 @@ def generate_request(prompt: GenerationInput, options: Options) -> generation_pb
     return request
 
 
-@_refusing()
+@refusing()
 def chat_request(
     conversation: ChatInput, options: Options, *, tools: Sequence[Tool] = (), tool_choice: ToolChoiceInput = None
 ) -> generation_pb2.ChatRequest:
@@ -91,7 +91,7 @@ def _tool_choice(choice: ToolChoice | str) -> ToolChoice:
     return choice if isinstance(choice, ToolChoice) else ToolChoice(mode=ToolChoiceMode(choice))
 
 
-@_refusing()
+@refusing()
 def render_request(conversation: ChatInput, model: str) -> tokenizer_pb2.RenderChatRequest:
     """The prompt of the chat request with the same conversation."""
     chat = chat_request(conversation, Options(model=model))
@@ -101,34 +101,53 @@ def render_request(conversation: ChatInput, model: str) -> tokenizer_pb2.RenderC
     return tokenizer_pb2.RenderChatRequest(**given)
 
 
-@_refusing()
+@refusing()
 def detokenize_request(
     token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
 ) -> tokenizer_pb2.DetokenizeRequest:
     return tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, model=model, skip_special_tokens=skip_special_tokens)
 
 
-@_refusing()
+@refusing()
 def watch_load_request(interval_s: float) -> admin_pb2.WatchLoadRequest:
     return admin_pb2.WatchLoadRequest(interval=seconds_to_proto(interval_s))
 
 
-@_refusing()
+@refusing()
 def embed_request(
     texts: Sequence[str], *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
 ) -> embedding_pb2.EmbedRequest:
-    request = embedding_pb2.EmbedRequest(
-        texts=texts, model=model, normalize=normalize, format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32
+    return embedding_pb2.EmbedRequest(
+        texts=texts,
+        model=model,
+        normalize=normalize,
+        dimensions=dimensions,
+        truncation=truncation_to_proto(truncation),
+        format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32,
     )
-    if dimensions is not None:
-        request.dimensions = dimensions
+
+
+@refusing()
+def encode_stream_request(
+    *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
+) -> embedding_pb2.EncodeStreamRequest:
+    """Without its input."""
+    return embedding_pb2.EncodeStreamRequest(
+        model=model,
+        normalize=normalize,
+        dimensions=dimensions,
+        truncation=truncation_to_proto(truncation),
+        format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32,
+    )
+
+
+def truncation_to_proto(truncation: Truncation) -> embedding_pb2.Truncation:
+    side = embedding_pb2.TRUNCATION_SIDE_UNSPECIFIED if truncation.keep_last else embedding_pb2.TRUNCATION_SIDE_RIGHT
     if truncation.to_model_limit:
-        request.truncation.model_limit.CopyFrom(empty_pb2.Empty())
-    elif truncation.tokens is not None:
-        request.truncation.tokens = truncation.tokens
-    if not truncation.keep_last:
-        request.truncation.side = embedding_pb2.TRUNCATION_SIDE_RIGHT
-    return request
+        return embedding_pb2.Truncation(model_limit=empty_pb2.Empty(), side=side)
+    if truncation.tokens is not None:
+        return embedding_pb2.Truncation(tokens=truncation.tokens, side=side)
+    return embedding_pb2.Truncation(side=side)
 
 
 def _common(options: Options) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from twinstage.errors import InternalError
 from twinstage.rpc.convert_chat import message_from_proto, tool_call_deltas_from_proto
 from twinstage.rpc.convert_values import seconds_from_proto
 from twinstage.types import Finish, FinishReason, Placement, Role, Task, Timing, Usage
-from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, scoring_pb2, tokenizer_pb2
 
 _ROLES = {admin_pb2.WORKER_ROLE_PREFILL: Role.PREFILL, admin_pb2.WORKER_ROLE_DECODE: Role.DECODE}
 _TASKS = {
@@ -64,10 +64,6 @@ def finished(message: generation_pb2.Finished) -> Delta:
     return Delta(index=message.index, finish=_finish(message))
 
 
-def summary(message: generation_pb2.Summary) -> Summary:
-    return _summary(message)
-
-
 def generation(message: generation_pb2.GenerateResponse) -> Generation:
     results = tuple(
         Continuation(
@@ -83,7 +79,7 @@ def generation(message: generation_pb2.GenerateResponse) -> Generation:
         request_id=message.request_id,
         model=message.model,
         results=results,
-        summary=_summary(message),
+        summary=summary(message),
         prompt_logprobs=tuple(prompt_logprobs(part) for part in message.prompt_logprobs),
     )
 
@@ -104,7 +100,7 @@ def chat(message: generation_pb2.ChatResponse) -> Generation:
         request_id=message.request_id,
         model=message.model,
         results=results,
-        summary=_summary(message),
+        summary=summary(message),
         prompt_logprobs=(prompt_logprobs(message.prompt_logprobs),) if message.HasField("prompt_logprobs") else (),
     )
 
@@ -118,7 +114,7 @@ def embeddings(message: embedding_pb2.EmbedResponse) -> Embeddings:
         request_id=message.request_id,
         model=message.model,
         vectors=tuple(_vector(embedding) for embedding in message.embeddings),
-        summary=_summary(message),
+        summary=summary(message),
     )
 
 
@@ -218,11 +214,16 @@ def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenText, .
 
 
 _WithTotals = (
-    generation_pb2.Summary | generation_pb2.GenerateResponse | generation_pb2.ChatResponse | embedding_pb2.EmbedResponse
+    generation_pb2.Summary
+    | generation_pb2.GenerateResponse
+    | generation_pb2.ChatResponse
+    | embedding_pb2.EmbedResponse
+    | scoring_pb2.ScoreResponse
+    | scoring_pb2.RerankResponse
 )
 
 
-def _summary(message: _WithTotals) -> Summary:
+def summary(message: _WithTotals) -> Summary:
     usage, timing, placement = message.usage, message.timing, message.placement
     return Summary(
         usage=Usage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from twinstage.errors import TwinstageError
 from twinstage.types import ChatMessage, Finish, Placement, Role, Task, Timing, ToolCallDelta, Usage
 
 
@@ -117,6 +118,44 @@ class Embeddings:
     request_id: str
     model: str
     vectors: tuple[tuple[float, ...], ...] = field(repr=False)
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedText:
+    """One text of a stream: its vector, or the error that it met. The stream goes on after an error."""
+
+    index: int
+    vector: tuple[float, ...] = field(default=(), repr=False)
+    prompt_tokens: int = 0
+    error: TwinstageError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """One score per document, in order; the higher, the better."""
+
+    request_id: str
+    model: str
+    scores: tuple[float, ...]
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedDocument:
+    """A document by its index in the request."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Documents, best first."""
+
+    request_id: str
+    model: str
+    documents: tuple[RankedDocument, ...]
     summary: Summary
 
 

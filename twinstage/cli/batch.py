@@ -1,0 +1,90 @@
+"""`twinstage embed`, `score` and `rerank` on files: progress on standard error, and a run that was killed goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from twinstage.cli.batch_files import Output, Records
+from twinstage.cli.output import console_for_errors
+from twinstage.client import TwinstageClient
+from twinstage.errors import ConfigError, InternalError
+from twinstage.types import Truncation
+
+PAIRS_PER_CALL = 64
+MOST_DOCUMENTS = 2048  # of a call, as docs/limits.md has it
+
+
+def embed(
+    client: TwinstageClient,
+    input_path: Path,
+    output_path: Path,
+    *,
+    model: str,
+    normalize: bool,
+    dimensions: int | None,
+    truncation: Truncation | None,
+) -> None:
+    """Embed all texts of a file. Raises InternalError at the end when some failed."""
+    records = Records(input_path, ["text"])
+    options = {"model": model, "normalize": normalize, "dimensions": dimensions, "truncation": repr(truncation)}
+    with Output(output_path, value_name="embedding", made_of={"input": records.digest, **options}) as output:
+        texts = (text for (text,) in records.read(start=output.num_rows))
+        failed: list[str] = []
+        with client, _progress(records, output) as advance:
+            for result in client.embed_stream(
+                texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation
+            ):
+                if result.error is not None:
+                    failed.append(f"line {output.num_rows + 1}: {result.error}")
+                output.write(result.vector if result.error is None else None, error=str(result.error or ""))
+                advance(1)
+        _end(records, output, failed)
+
+
+def score(
+    client: TwinstageClient, input_path: Path, output_path: Path, *, model: str, truncation: Truncation | None
+) -> None:
+    """Score all pairs of a file. The first call that fails ends the run, which can be gone on with."""
+    records = Records(input_path, ["query", "document"])
+    made_of = {"input": records.digest, "model": model, "truncation": repr(truncation)}
+    with Output(output_path, value_name="score", made_of=made_of) as output:
+        pairs = records.read(start=output.num_rows)
+        with client, _progress(records, output) as advance:
+            while some := list(islice(pairs, PAIRS_PER_CALL)):
+                queries, documents = zip(*some, strict=True)
+                for value in client.score(queries, documents, model=model, truncation=truncation).scores:
+                    output.write([value])
+                advance(len(some))
+        _end(records, output, [])
+
+
+def read_documents(path: Path) -> Sequence[str]:
+    """The documents of a file to sort. Raises ConfigError."""
+    records = Records(path, ["text"])
+    if len(records) > MOST_DOCUMENTS:
+        raise ConfigError(f"--input {path}: {len(records)} documents, and a call takes {MOST_DOCUMENTS} at most")
+    return [text for (text,) in records.read()]
+
+
+def _end(records: Records, output: Output, failed: list[str]) -> None:
+    if output.num_rows != len(records):
+        raise InternalError(f"{output.num_rows} results for {len(records)} records; run it again")
+    output.finish()
+    if failed:
+        raise InternalError(f"{len(failed)} of {len(records)} texts failed, the first in {failed[0]}")
+
+
+@contextmanager
+def _progress(records: Records, output: Output) -> Iterator[Callable[[float], None]]:
+    console = console_for_errors()
+    if output.num_rows:
+        console.print(f"{output.num_rows} of {len(records)} are there already", style="dim")
+    columns = (TextColumn(records.path.name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(records), completed=output.num_rows)
+        yield lambda count: progress.advance(task, count)
