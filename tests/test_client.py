@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import pytest
 from fake_public_api import FakeApi, serving
 from proxy import SlowProxy
 from twinstage.client import (
+    AsyncGenerationStream,
     AsyncTwinstageClient,
     Delta,
+    GenerationStream,
     Options,
     Output,
     PromptInfo,
@@ -365,3 +368,14 @@ def test_import_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(client: type) -> dict[str, list[str]]:
+        members = inspect.getmembers(client, inspect.isfunction)
+        return {name: list(inspect.signature(method).parameters) for name, method in members if name[0] != "_"}
+
+    assert methods(TwinstageClient) == methods(AsyncTwinstageClient)
+    streams = (GenerationStream, AsyncGenerationStream)
+    names = [{name for name in dir(stream) if not name.startswith("_")} for stream in streams]
+    assert names[0] == names[1]

@@ -11,7 +11,7 @@ from random_requests.run import ALL_METHODS, draw, methods_of, send_all
 
 pytestmark = pytest.mark.xdist_group("tiny")
 
-REQUESTS = 400
+REQUESTS = 300
 
 
 def test_random_requests_are_answered_and_leave_nothing_behind(tiny_cluster: ProcessCluster) -> None:
