@@ -278,7 +278,11 @@ def test_a_model_answers_the_same_with_it(quick_model: Path, quick_reference: LL
     speculation = SpeculationOptions(method="ngram", ngram_min=1, num_tokens=3)
     if method == "draft_model":
         speculation = SpeculationOptions(
-            method="draft_model", draft_model=str(quick_model), draft_weights="stock", draft_kv_cache_bytes=2_000_000
+            method="draft_model",
+            draft_model=str(quick_model),
+            draft_weights="stock",
+            draft_kv_cache_bytes=2_000_000,
+            draft_cost=0.0,  # it is the same model, which would not pay
         )
     options = LlmOptions(weights="fp32", kv_cache_bytes=8_000_000, threads=1, speculation=speculation)
     accepted = 0
@@ -352,7 +356,8 @@ def test_a_decode_worker_is_built_with_its_draft_model_or_not_at_all(tiny_model:
     stats = []
     while parts.core.has_work:
         stats += parts.core.step().finished
-    assert stats[0].accepted_draft_tokens > 6
+    # A guess of a model of the same size costs as much as it saves, so it is only tried.
+    assert stats[0].proposed_draft_tokens == stats[0].accepted_draft_tokens == 1
     assert parts.close() == 0
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)

@@ -256,6 +256,7 @@ def _open_guesses(
         name=name,
         bundle=tokenizer.bundle,
         vocab_size=model.vocab_size,
+        weight_bytes=model.weight_bytes,
         max_model_len=model.max_model_len,
         block_size=options.block_size,
         fixed_passes=fixed_passes,

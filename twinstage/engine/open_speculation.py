@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from twinstage.models.adapt import PagedModel
     from twinstage.models.fused.model import FusedModel
 
-_DRAFT_COST = 0.3  # of a step of the model that checks, until more is known
-
 logger = get_logger(__name__)
 
 
@@ -37,6 +35,7 @@ class Target:
     name: str
     bundle: TokenizerBundle
     vocab_size: int
+    weight_bytes: int
     max_model_len: int
     block_size: int
     fixed_passes: bool
@@ -81,13 +80,15 @@ def _open_draft_model(options: SpeculationOptions, target: Target) -> OpenSpecul
         model.close()
         raise ConfigError(f"draft_kv_cache_bytes must be at least {layout.block_bytes}, the size of one block")
     memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=layout.block_bytes)
+    # A step reads all weights once, and waits for that mostly.
+    cost = model.weight_bytes / target.weight_bytes if options.draft_cost is None else options.draft_cost
     drafter = ModelDrafter(
         make_runner(model, layout, memory),
         BlockPool(num_blocks),
         block_size=target.block_size,
         num_tokens=min(model.vocab_size, target.vocab_size),
         max_model_len=model.max_model_len,
-        cost=_DRAFT_COST,
+        cost=cost,
     )
 
     def close() -> None:

@@ -37,7 +37,8 @@ class SpeculationOptions:
 
     `num_tokens` are guessed at most for one step; none when more than `max_sequences` are decoded in it. `ngram`: what
     followed the last time that the sequence's last tokens, `ngram_max` to `ngram_min` of them, occurred in it.
-    `draft_model`: what that model, which must have the same tokens, draws; its weights and KV memory come on top.
+    `draft_model`: what that model, which must have the same tokens, draws; its weights and KV memory come on top. A
+    guess of it takes `draft_cost` steps of the model that checks, which is by default the ratio of their weights.
     """
 
     method: Literal["ngram", "draft_model"]
@@ -48,6 +49,7 @@ class SpeculationOptions:
     draft_model: str = ""
     draft_weights: str = "auto"
     draft_kv_cache_bytes: int = 256 * 1024 * 1024
+    draft_cost: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "max_sequences", "ngram_min", "draft_kv_cache_bytes"):

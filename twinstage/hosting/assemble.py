@@ -164,6 +164,7 @@ def _target(
         name=found.resolved.name,
         bundle=found.bundle,
         vocab_size=model.vocab_size,
+        weight_bytes=model.weight_bytes,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         fixed_passes=config.fixed_passes,

@@ -42,6 +42,7 @@ class PagedModel:
         self._fingerprint = fingerprint
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
     def kv_layout(self, block_size: int) -> KvLayout:
         """The layout of this model's keys and values in blocks of `block_size` tokens."""

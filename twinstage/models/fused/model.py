@@ -23,7 +23,7 @@ from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.native import LoadedProgram
 from twinstage.models.fused.packing import padded_panels
 from twinstage.models.fused.target import target
-from twinstage.models.fused.weights import PackedWeights
+from twinstage.models.fused.weights import PackedWeights, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,7 @@ class FusedModel:
         self.vocab_size = weights.spec.vocab_size
         self.max_model_len = max_model_len
         self.weight_format = weight_format
+        self.weight_bytes = sum(tensor_bytes(weights.spec, weight_format).values())
         self._fingerprint = fingerprint
         self._artifacts = artifacts
         self._in_use = threading.Lock()
