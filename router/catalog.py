@@ -14,11 +14,19 @@ class Work(enum.Enum):
     """What a request wants of a model, in words."""
 
     GENERATE = "generate text"
+    ENCODE = "encode single texts"
     EMBED = "embed"
+    CLASSIFY = "classify"
     SCORE = "score"
 
 
-_DONE_BY = {Work.GENERATE: {Task.GENERATE}, Work.EMBED: {Task.EMBED}, Work.SCORE: {Task.EMBED}}
+_DONE_BY = {
+    Work.GENERATE: {Task.GENERATE},
+    Work.ENCODE: {Task.EMBED, Task.CLASSIFY},
+    Work.EMBED: {Task.EMBED},
+    Work.CLASSIFY: {Task.CLASSIFY},
+    Work.SCORE: {Task.EMBED, Task.SCORE},
+}
 
 
 def can_do(model: ServedModel, work: Work) -> bool:

@@ -25,7 +25,7 @@ from router.trace import RequestTrace
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
 from twinstage.errors import Cancelled, DeadlineExceeded
-from twinstage.types import Placement, RawEncodeRequest, Timing, Usage
+from twinstage.types import Placement, PoolingTask, RawEncodeRequest, Timing, Usage
 
 Result = TypeVar("Result")
 
@@ -54,6 +54,13 @@ class PoolingCall:
     caller: str = ""
 
 
+def work_of(task: PoolingTask | None) -> Work:
+    """What a request that encodes single texts wants; None is the model's own task."""
+    if task is None:
+        return Work.ENCODE
+    return Work.CLASSIFY if task is PoolingTask.CLASSIFY else Work.EMBED
+
+
 class Embedding:
     """Serves calls of pooling models."""
 
@@ -77,14 +84,14 @@ class Embedding:
         self._live = live
         self._deadlines = deadlines
 
-    def find_model(self, name: str, work: Work = Work.EMBED) -> ServedModel:
+    def find_model(self, name: str, work: Work) -> ServedModel:
         return find_model(self._workers.models, name, work=work)
 
     async def embed(
         self, raw: RawEncodeRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
     ) -> EmbeddingResult:
         """Embed all inputs of one call. Raises TwinstageError."""
-        model = self.find_model(raw.model)
+        model = self.find_model(raw.model, work_of(raw.task))
         call = PoolingCall(
             model=model,
             num_inputs=len(raw.inputs),

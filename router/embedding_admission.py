@@ -1,4 +1,4 @@
-"""Admission of inputs to embed: they become token ids within the model's limit, or an error that says all."""
+"""Admission of inputs of pooling models: they become token ids within the model's limit, or an error that says all."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from router.limits import MAX_INPUTS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.text.tokenizer import TextTokenizer
-from twinstage.types import RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+from twinstage.types import POOLING_TASKS, PoolingTask, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+
+_VECTOR_TASKS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedInput:
-    """One input. The worker scales the vector unless it has to be cut first: then the router does."""
+    """One input. The worker scales the vector unless it has to be cut first: then the router does.
+
+    `unpooled_tokens`: of a prompt at the beginning, that the model does not pool.
+    """
 
     token_ids: tuple[int, ...]
     normalize: bool
     dimensions: int | None  # numbers to keep; None keeps all
+    task: PoolingTask = PoolingTask.EMBED
+    token_type_ids: tuple[int, ...] = ()
+    unpooled_tokens: int = 0
 
     @property
     def worker_normalizes(self) -> bool:
@@ -33,34 +41,64 @@ def input_limit(model: ServedModel) -> int:
 
 def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInput]:
     """Check, tokenize and truncate. Runs in a thread. Raises InvalidRequest with all violations."""
+    task = raw.task or POOLING_TASKS[model.description.task][0]
     violations = Violations()
     violations.check_request_id(raw.request_id)
-    _check_options(violations, raw, model)
+    _check_options(violations, raw, model, task)
     if not raw.inputs:
         violations.add(raw.inputs_field, "must not be empty")
     if len(raw.inputs) > MAX_INPUTS:
         violations.add(raw.inputs_field, f"must have at most {MAX_INPUTS} entries, has {len(raw.inputs)}")
     violations.raise_any()
     whole = raw.dimensions is None or raw.dimensions == model.description.embedding_dimensions
+    prompt = prompt_text(model, raw.prompt_name)
+    unpooled = unpooled_tokens(model, prompt)
     inputs: list[AdmittedInput] = []
     wrong = 0
     for index, entry in enumerate(raw.inputs):
-        token_ids, error_path, error = admit_input(entry, raw.truncation, model)
+        token_ids, error_path, error = admit_input(entry, raw.truncation, model, prompt=prompt)
         if error and wrong < MAX_LISTED_PER_FIELD:
             violations.add(_path(raw, index) + ("" if raw.inputs_field == "texts" else error_path), error)
             wrong += 1
         inputs.append(
             AdmittedInput(
-                token_ids=tuple(token_ids), normalize=raw.normalize, dimensions=None if whole else raw.dimensions
+                token_ids=tuple(token_ids),
+                normalize=raw.normalize and task in _VECTOR_TASKS,
+                dimensions=None if whole else raw.dimensions,
+                task=task,
+                unpooled_tokens=unpooled if isinstance(entry, TextPrompt) else 0,
             )
         )
     violations.raise_any()
     return inputs
 
 
-def _check_options(violations: Violations, raw: RawEncodeRequest, model: ServedModel) -> None:
-    violations.check_number("dimensions", raw.dimensions, low=1, high=model.description.embedding_dimensions)
+def _check_options(violations: Violations, raw: RawEncodeRequest, model: ServedModel, task: PoolingTask) -> None:
+    if task in _VECTOR_TASKS:
+        violations.check_number("dimensions", raw.dimensions, low=1, high=model.description.embedding_dimensions)
+    elif raw.dimensions is not None:
+        violations.add("dimensions", f"is for vectors, and the task {task.value} gives none; leave it out")
     violations.check_number("truncation.tokens", raw.truncation.tokens, low=1, high=input_limit(model))
+    prompts = model.tokenizer.bundle.prompts
+    if raw.prompt_name and raw.prompt_name not in prompts:
+        names = f"has {', '.join(sorted(prompts))}" if prompts else "has none"
+        violations.add("prompt_name", f"the model has no such prompt; it {names}")
+
+
+def prompt_text(model: ServedModel, name: str | None) -> str:
+    """The prompt of this name; of None the model's default, of "" none."""
+    bundle = model.tokenizer.bundle
+    chosen = bundle.default_prompt_name if name is None else name
+    return bundle.prompts.get(chosen, "") if chosen else ""
+
+
+def unpooled_tokens(model: ServedModel, prompt: str) -> int:
+    """Tokens of the prompt that are left out of the pooling: those before the text, and no special one after it."""
+    if not prompt or model.tokenizer.bundle.pools_prompt:
+        return 0
+    token_ids = model.tokenizer.encode(prompt)
+    ends_specially = bool(token_ids) and token_ids[-1] in model.tokenizer.special_token_ids
+    return len(token_ids) - ends_specially
 
 
 def _path(raw: RawEncodeRequest, index: int) -> str:
@@ -69,19 +107,20 @@ def _path(raw: RawEncodeRequest, index: int) -> str:
 
 
 def admit_input(
-    entry: TextPrompt | TokenPrompt | None, truncation: Truncation, model: ServedModel
+    entry: TextPrompt | TokenPrompt | None, truncation: Truncation, model: ServedModel, *, prompt: str = ""
 ) -> tuple[list[int], str, str]:
-    """Token ids, or the path within the input and the words of what is wrong."""
+    """Token ids, or the path within the input and the words of what is wrong. `prompt` is put before a text."""
     if entry is None:
         return [], "", "is required: give text or token_ids"
     limit = input_limit(model)
     cut_to = limit if truncation.to_model_limit else truncation.tokens
     if isinstance(entry, TextPrompt):
+        if entry.text:
+            entry = TextPrompt(text=prompt + entry.text)
         if cut_to is not None:
-            entry = _shortened(entry, cut_to, keep_last=truncation.keep_last, tokenizer=model.tokenizer)
-        elif len(entry.text) > limit * model.tokenizer.longest_token_characters:
-            size = f"has {len(entry.text)} characters, more than the model's limit of {limit} tokens can hold"
-            return [], ".text", f"{size}; shorten it or set truncation"
+            entry = shortened(entry, cut_to, keep_last=truncation.keep_last, tokenizer=model.tokenizer)
+        elif error := too_many_characters(entry.text, model):
+            return [], ".text", error
     if isinstance(entry, TokenPrompt):
         path, error = ".token_ids.ids", _wrong_ids(entry, model)
         token_ids = list(entry.token_ids)
@@ -97,6 +136,15 @@ def admit_input(
     return (token_ids, path, "") if token_ids else ([], path, "gives no tokens")
 
 
+def too_many_characters(text: str, model: ServedModel) -> str:
+    """What is wrong with a text that cannot fit, whatever its tokens are: it need not be tokenized. Empty: nothing."""
+    limit = input_limit(model)
+    if len(text) <= limit * model.tokenizer.longest_token_characters:
+        return ""
+    size = f"has {len(text)} characters, more than the model's limit of {limit} tokens can hold"
+    return f"{size}; shorten it or set truncation"
+
+
 def _wrong_ids(entry: TokenPrompt, model: ServedModel) -> str:
     vocab_size = model.description.vocab_size
     if not entry.token_ids:
@@ -106,7 +154,7 @@ def _wrong_ids(entry: TokenPrompt, model: ServedModel) -> str:
     return ""
 
 
-def _shortened(entry: TextPrompt, max_tokens: int, *, keep_last: bool, tokenizer: TextTokenizer) -> TextPrompt:
+def shortened(entry: TextPrompt, max_tokens: int, *, keep_last: bool, tokenizer: TextTokenizer) -> TextPrompt:
     """So much of the text as gives more than `max_tokens` tokens: to tokenize the rest takes long, for nothing.
 
     One token more than is kept, as the one at which the text is cut may be another than in the whole text.

@@ -12,7 +12,8 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-from router.embedding import Embedding
+from router.catalog import can_do
+from router.embedding import Embedding, work_of
 from router.embedding_admission import AdmittedInput
 from router.encoder import EncodingCall, Vector
 from router.gate import Gate
@@ -23,6 +24,7 @@ from twinstage.errors import (
     FieldViolation,
     InternalError,
     InvalidRequest,
+    TaskNotSupported,
     TwinstageError,
     Unavailable,
 )
@@ -140,10 +142,12 @@ class EmbeddingStream:
     def _model_of(self, request: RawEncodeRequest) -> ServedModel:
         """The stream's model, which its first request names."""
         if self._model is None:
-            self._model = (request.model, self._embedding.find_model(request.model))
+            self._model = (request.model, self._embedding.find_model(request.model, work_of(request.task)))
         name, model = self._model
         if request.model not in {name, model.name}:
             raise InvalidRequest([FieldViolation("model", f"must be the same in the whole stream, {model.name!r}")])
+        if not can_do(model, work_of(request.task)):
+            raise TaskNotSupported(f"model {model.name!r} cannot {work_of(request.task).value}")
         return model
 
     async def _encode(self, admitted: list[tuple[_Waiting, AdmittedInput]], *, deadline_s: float) -> None:

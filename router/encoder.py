@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import struct
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,21 +24,26 @@ from router.worker_entry import ServedModel, WorkerLife
 from router.workers import WorkerTable
 from twinstage.errors import DeadlineExceeded, WorkerLost
 from twinstage.rpc.clients import EncodedBatch
-from twinstage.types import PoolingInput, RequestId
+from twinstage.types import PoolingInput, PoolingTask, RequestId
 
 MAX_BATCH_INPUTS = 64
 MAX_BATCH_TOKENS = 4096  # padding included: inputs of similar length go together
 CALLS_PER_WORKER = 2  # one computes while the next one waits
 
 _turns = itertools.count()
+_SCORE = struct.Struct("<f")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vector:
-    """One result: little-endian 32-bit floats, and the tokens of the input."""
+    """One result: little-endian 32-bit floats, and the tokens of the input.
+
+    `rows` vectors follow one another: one per token where that is the task, else 1. A score is one number.
+    """
 
     data: bytes
     prompt_tokens: int
+    rows: int = 1
 
 
 @dataclass(slots=True)
@@ -85,7 +91,7 @@ class BatchEncoder:
         async def work_off() -> None:
             for batch in batches:
                 encoded = await self._encode_batch([inputs[index] for index in batch], call)
-                for index, data in zip(batch, encoded.vectors, strict=True):
+                for index, data in zip(batch, encoded.vectors or map(_SCORE.pack, encoded.scores), strict=True):
                     vectors[index] = finish_vector(data, inputs[index])
 
         try:
@@ -141,7 +147,15 @@ class BatchEncoder:
             trial.computing(worker.key)
             encoded = await worker.connection.encode(
                 name,
-                [PoolingInput(token_ids=entry.token_ids) for entry in batch],
+                [
+                    PoolingInput(
+                        token_ids=entry.token_ids,
+                        token_type_ids=entry.token_type_ids,
+                        prompt_tokens=min(entry.unpooled_tokens, len(entry.token_ids) - 1),
+                    )
+                    for entry in batch
+                ],
+                task=batch[0].task,
                 normalize=batch[0].worker_normalizes,
                 timeout_s=remaining_s,
             )
@@ -151,16 +165,16 @@ class BatchEncoder:
 
 def make_batches(inputs: Sequence[AdmittedInput]) -> Iterator[list[int]]:
     """Indices of inputs that go to a worker together: alike in length and options, within the bounds, longest first."""
-    by_length = sorted(
-        range(len(inputs)), key=lambda index: (inputs[index].worker_normalizes, -len(inputs[index].token_ids))
-    )
+
+    def kind(index: int) -> tuple[str, bool]:
+        return inputs[index].task.value, inputs[index].worker_normalizes
+
     batch: list[int] = []
-    for index in by_length:
+    for index in sorted(range(len(inputs)), key=lambda index: (kind(index), -len(inputs[index].token_ids))):
         if batch:
-            first = inputs[batch[0]]
             is_full = len(batch) >= MAX_BATCH_INPUTS
-            is_too_large = len(first.token_ids) * (len(batch) + 1) > MAX_BATCH_TOKENS
-            if is_full or is_too_large or first.worker_normalizes != inputs[index].worker_normalizes:
+            is_too_large = len(inputs[batch[0]].token_ids) * (len(batch) + 1) > MAX_BATCH_TOKENS
+            if is_full or is_too_large or kind(batch[0]) != kind(index):
                 yield batch
                 batch = []
         batch.append(index)
@@ -169,11 +183,18 @@ def make_batches(inputs: Sequence[AdmittedInput]) -> Iterator[list[int]]:
 
 
 def finish_vector(data: bytes, entry: AdmittedInput) -> Vector:
-    """Cut the vector to the dimensions that were asked for, and scale what is left to length 1."""
+    """Cut each vector to the dimensions that were asked for, and scale what is left to length 1."""
+    rows = len(entry.token_ids) if entry.task is PoolingTask.TOKEN_EMBED else 1
     if entry.dimensions is not None:
-        values = array("f", data[: 4 * entry.dimensions])
-        if entry.normalize:
-            length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
-            values = array("f", (value / length for value in values))
-        data = values.tobytes()
-    return Vector(data=data, prompt_tokens=len(entry.token_ids))
+        row_bytes = len(data) // rows
+        starts = range(0, len(data), row_bytes)
+        data = b"".join(_cut(data[start : start + 4 * entry.dimensions], entry.normalize) for start in starts)
+    return Vector(data=data, prompt_tokens=len(entry.token_ids), rows=rows)
+
+
+def _cut(data: bytes, normalize: bool) -> bytes:
+    if not normalize:
+        return data
+    values = array("f", data)
+    length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
+    return array("f", (value / length for value in values)).tobytes()

@@ -1,7 +1,7 @@
 """Score and Rerank: pairs of texts in, numbers out.
 
-An embedding model scores a pair by the cosine of its two vectors. Every text is encoded once, whatever the number of
-its pairs.
+A scoring model reads each pair as a whole. An embedding model scores a pair by the cosine of its two vectors; every
+text is encoded once, whatever the number of its pairs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from operator import mul
 from router.catalog import Work
 from router.embedding import Embedding, EmbeddingResult, PoolingCall
 from router.encoder import Vector
-from router.scoring_admission import admit_texts
-from twinstage.types import RawScoreRequest
+from router.scoring_admission import admit_pairs, admit_texts
+from twinstage.types import RawScoreRequest, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,11 @@ class Scoring:
     ) -> ScoringResult:
         """One score per document, in order. Raises TwinstageError."""
         model = self._embedding.find_model(raw.model, Work.SCORE)
+        reads_pairs = model.description.task is Task.SCORE
         call = PoolingCall(
             model=model,
-            num_inputs=len(raw.queries) + len(raw.documents),
-            admit=partial(admit_texts, raw, model),
+            num_inputs=len(raw.documents) if reads_pairs else len(raw.queries) + len(raw.documents),
+            admit=partial(admit_pairs if reads_pairs else admit_texts, raw, model),
             request_id=raw.request_id,
             fallback_id=fallback_id,
             caller=caller,
@@ -51,6 +52,9 @@ class Scoring:
         num_documents = len(raw.documents)
         if not num_documents:
             return ScoringResult(scores=(), totals=result)
+        if reads_pairs:
+            scores = (array("f", vector.data)[0] for vector in result.vectors)
+            return ScoringResult(scores=tuple(enumerate(scores)), totals=result)
         queries, documents = result.vectors[:-num_documents], result.vectors[-num_documents:]
         cosines = await self._embedding.in_thread(partial(_cosines, queries, documents))
         return ScoringResult(scores=tuple(enumerate(cosines)), totals=result)

@@ -319,14 +319,26 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
                 await asyncio.Event().wait()
             self.encode_batches.append(len(request.inputs))
             self.served += 1
+            is_score = request.task == worker_pb2.POOLING_TASK_SCORE
             return worker_pb2.EncodeResponse(
-                vectors=[make_vector(list(entry.token_ids), normalize=request.normalize) for entry in request.inputs],
+                vectors=() if is_score else [self._vectors(entry, request) for entry in request.inputs],
+                scores=[make_score(entry) for entry in request.inputs] if is_score else (),
                 queue_us=1000,
                 compute_us=2000,
             )
         finally:
             self.running.discard(request.request_id)
             self.encoding.pop(request.request_id, None)
+
+    def _vectors(self, entry: worker_pb2.EncodeInput, request: worker_pb2.EncodeRequest) -> bytes:
+        token_ids = entry.token_ids[entry.prompt_tokens :]
+        if request.task == worker_pb2.POOLING_TASK_CLASSIFY:
+            return make_probabilities(token_ids)
+        if request.task == worker_pb2.POOLING_TASK_TOKEN_EMBED:
+            size = 4 * self.description.model.embedding_dimensions
+            rows = (make_vector([token_id], normalize=request.normalize) for token_id in entry.token_ids)
+            return b"".join(row.ljust(size, b"\0") for row in rows)
+        return make_vector(token_ids, normalize=request.normalize)
 
 
 class FakeDecode(FakeWorker, worker_pb2_grpc.DecodeServiceServicer):
@@ -507,6 +519,16 @@ def make_vector(token_ids: Sequence[int], *, normalize: bool) -> bytes:
     values = [float(len(token_ids)), float(token_ids[0]), float(token_ids[-1]), 1.0]
     length = sum(value * value for value in values) ** 0.5 if normalize else 1.0
     return struct.pack("<4f", *(value / length for value in values))
+
+
+def make_probabilities(token_ids: Sequence[int]) -> bytes:
+    """Of two labels."""
+    return struct.pack("<2f", len(token_ids) / (len(token_ids) + 1), 1 / (len(token_ids) + 1))
+
+
+def make_score(entry: worker_pb2.EncodeInput) -> float:
+    """Tells a pair by its length, its types and its last token."""
+    return len(entry.token_ids) + sum(entry.token_type_ids) / 64 + entry.token_ids[-1] / 4096
 
 
 class FakeCluster:

@@ -26,6 +26,7 @@ class Capability(enum.Enum):
     REASONING = "reasoning"
     EMBED = "embed"
     SCORE = "score"
+    CLASSIFY = "classify"
 
 
 # What every model that generates can do; what else there is depends on the model.
@@ -40,6 +41,11 @@ _OF_GENERATION = frozenset(
         Capability.STRUCTURED_OUTPUT,
     }
 )
+_OF_POOLING = {
+    Task.EMBED: frozenset({Capability.EMBED, Capability.SCORE}),
+    Task.CLASSIFY: frozenset({Capability.CLASSIFY}),
+    Task.SCORE: frozenset({Capability.SCORE}),
+}
 
 # How a request asks for what not every version or model has: the field as its client knows it, and whether it is set.
 _ASKED: tuple[tuple[Capability, str, Callable[[RawGenerationRequest], bool]], ...] = (
@@ -57,10 +63,8 @@ _ASKED: tuple[tuple[Capability, str, Callable[[RawGenerationRequest], bool]], ..
 
 def capabilities_of(model: ServedModel, parsers: ParserChoice | None = None) -> frozenset[Capability]:
     """What requests to `model` may ask for, where `parsers` read its answers."""
-    if model.description.task is Task.EMBED:
-        return frozenset({Capability.EMBED, Capability.SCORE})
     if model.description.task is not Task.GENERATE:
-        return frozenset()
+        return _OF_POOLING[model.description.task]
     template = model.tokenizer.bundle.chat_template
     if template is None:
         return _OF_GENERATION

@@ -46,7 +46,7 @@ ADMIN_READS = frozenset(
     f"/{ADMIN_SERVICE}/{method}" for method in ("GetServerInfo", "ListWorkers", "GetLoad", "WatchLoad", "GetTrace")
 )
 # Those that compute: each needs a model that can do its work.
-WORK_OF_SERVICE = {GENERATION_SERVICE: Work.GENERATE, EMBEDDING_SERVICE: Work.EMBED, SCORING_SERVICE: Work.SCORE}
+WORK_OF_SERVICE = {GENERATION_SERVICE: Work.GENERATE, EMBEDDING_SERVICE: Work.ENCODE, SCORING_SERVICE: Work.SCORE}
 SERVICE_NAMES = (*WORK_OF_SERVICE, TOKENIZER_SERVICE, MODEL_SERVICE, ADMIN_SERVICE)
 
 

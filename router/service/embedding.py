@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from router.embedding import Embedding, EmbeddingResult
@@ -31,6 +31,7 @@ from twinstage.rpc.status import error_to_status
 from twinstage.types import EmbeddingFormat, RawEncodeRequest
 from twinstage.v1 import embedding_pb2, embedding_pb2_grpc
 
+PART_BYTES = 1024 * 1024  # of the vectors in one response of a stream
 LARGE_ANSWER = 64  # vectors; turning more of them into messages would hold up the event loop
 
 
@@ -105,27 +106,46 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         async with contextlib.aclosing(stream.results(requests())) as results:
             index = 0
             async for result in results:
-                yield _stream_response(index, result, formats.popleft())
+                for response in _stream_responses(index, result, formats.popleft()):
+                    yield response
                 index += 1
 
 
 async def _vectors_to_proto(vectors: tuple[Vector, ...], format: EmbeddingFormat) -> list[embedding_pb2.Embedding]:
     def convert() -> list[embedding_pb2.Embedding]:
         return [
-            embedding_to_proto(vector.data, index=index, prompt_tokens=vector.prompt_tokens, format=format)
+            embedding_to_proto(
+                vector.data, index=index, prompt_tokens=vector.prompt_tokens, format=format, rows=vector.rows
+            )
             for index, vector in enumerate(vectors)
         ]
 
-    return convert() if len(vectors) <= LARGE_ANSWER else await asyncio.to_thread(convert)
+    return convert() if sum(vector.rows for vector in vectors) <= LARGE_ANSWER else await asyncio.to_thread(convert)
 
 
-def _stream_response(index: int, result: StreamResult, format: EmbeddingFormat) -> embedding_pb2.EncodeStreamResponse:
-    if isinstance(result, Vector):
-        try:
-            embedding = embedding_to_proto(result.data, index=index, prompt_tokens=result.prompt_tokens, format=format)
-            return embedding_pb2.EncodeStreamResponse(index=index, embedding=embedding)
-        except TwinstageError as error:
-            result = error
+def _stream_responses(
+    index: int, result: StreamResult, format: EmbeddingFormat
+) -> Iterator[embedding_pb2.EncodeStreamResponse]:
+    """One response, or as many as keep each within PART_BYTES: a part has whole vectors, at least one."""
+    try:
+        if isinstance(result, Vector):
+            yield from _embedding_responses(index, result, format)
+            return
+    except TwinstageError as error:
+        result = error
     status = error_to_status(result)
     item_error = embedding_pb2.ItemError(code=status.code.value[0], message=status.message, reason=result.reason)
-    return embedding_pb2.EncodeStreamResponse(index=index, error=item_error)
+    yield embedding_pb2.EncodeStreamResponse(index=index, error=item_error)
+
+
+def _embedding_responses(
+    index: int, vector: Vector, format: EmbeddingFormat
+) -> Iterator[embedding_pb2.EncodeStreamResponse]:
+    row_bytes = len(vector.data) // vector.rows
+    rows_per_part = max(1, PART_BYTES // row_bytes)
+    for first in range(0, vector.rows, rows_per_part):
+        rows = min(rows_per_part, vector.rows - first)
+        data = vector.data[first * row_bytes : (first + rows) * row_bytes]
+        embedding = embedding_to_proto(data, index=index, prompt_tokens=vector.prompt_tokens, format=format, rows=rows)
+        more_follows = first + rows < vector.rows
+        yield embedding_pb2.EncodeStreamResponse(index=index, embedding=embedding, more_follows=more_follows)

@@ -37,7 +37,12 @@ OnLine = Callable[[str, str, dict[str, Any] | None], None]
 ROUTER = "router"
 STOP_GRACE_S = 20.0
 DRAIN_S = 5.0  # of the processes themselves, which need the rest of the grace period to free what they hold
-_SERVICES = {Task.GENERATE: "twinstage.v1.GenerationService", Task.EMBED: "twinstage.v1.EmbeddingService"}
+_SERVICES = {
+    Task.GENERATE: "twinstage.v1.GenerationService",
+    Task.EMBED: "twinstage.v1.EmbeddingService",
+    Task.CLASSIFY: "twinstage.v1.EmbeddingService",
+    Task.SCORE: "twinstage.v1.ScoringService",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +194,7 @@ class Cluster:
             raise ConfigError("--prefill and --decode: a generation model needs at least one worker of each")
 
     def _count(self, model: ModelChoice, role: Role) -> int:
-        if model.task is Task.EMBED:
+        if model.task is not Task.GENERATE:
             return 1 if role is Role.PREFILL else 0
         return self.config.prefill if role is Role.PREFILL else self.config.decode
 

@@ -33,6 +33,7 @@ def model_to_proto(
         vocab_size=model.vocab_size,
         fingerprint=model.fingerprint,
         embedding_dimensions=model.embedding_dimensions,
+        labels=model.labels,
         prefill_workers=prefill_workers,
         decode_workers=decode_workers,
         ready=ready,

@@ -13,7 +13,7 @@ from typing import Any
 
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_values import optional_from_proto
-from twinstage.types import EmbeddingFormat, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+from twinstage.types import EmbeddingFormat, PoolingTask, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
 from twinstage.v1 import embedding_pb2
 
 _FORMAT_FROM_PROTO = {
@@ -22,7 +22,12 @@ _FORMAT_FROM_PROTO = {
     embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32: EmbeddingFormat.PACKED_FLOAT32,
     embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT16: EmbeddingFormat.PACKED_FLOAT16,
 }
-_TASKS = frozenset({embedding_pb2.POOLING_TASK_UNSPECIFIED, embedding_pb2.POOLING_TASK_EMBED})
+_TASK_FROM_PROTO = {
+    embedding_pb2.POOLING_TASK_UNSPECIFIED: None,
+    embedding_pb2.POOLING_TASK_EMBED: PoolingTask.EMBED,
+    embedding_pb2.POOLING_TASK_TOKEN_EMBED: PoolingTask.TOKEN_EMBED,
+    embedding_pb2.POOLING_TASK_CLASSIFY: PoolingTask.CLASSIFY,
+}
 _SIDES = frozenset(embedding_pb2.TruncationSide.values())
 
 
@@ -33,6 +38,7 @@ def encode_request_from_proto(request: embedding_pb2.EncodeRequest) -> RawEncode
         inputs=tuple(_encode_input_from_proto(entry) for entry in request.inputs),
         model=request.model,
         request_id=request.request_id,
+        task=_TASK_FROM_PROTO[request.task],
         **_vector_options(request),
     )
 
@@ -45,6 +51,7 @@ def embed_request_from_proto(request: embedding_pb2.EmbedRequest) -> RawEncodeRe
         inputs_field="texts",
         model=request.model,
         request_id=request.request_id,
+        task=PoolingTask.EMBED,
         **_vector_options(request),
     )
 
@@ -56,6 +63,7 @@ def encode_stream_request_from_proto(request: embedding_pb2.EncodeStreamRequest)
         inputs=(_encode_input_from_proto(request.input),),
         inputs_field="input",
         model=request.model,
+        task=_TASK_FROM_PROTO[request.task],
         **_vector_options(request),
     )
 
@@ -68,6 +76,7 @@ def _vector_options(request: _VectorRequest) -> dict[str, Any]:
         "truncation": truncation_from_proto(request.truncation),
         "normalize": request.normalize if request.HasField("normalize") else True,
         "dimensions": optional_from_proto(request, "dimensions"),
+        "prompt_name": optional_from_proto(request, "prompt_name"),
         "format": _FORMAT_FROM_PROTO[request.format],
     }
 
@@ -78,7 +87,7 @@ def _check_enumerations(request: Any, *, has_task: bool) -> None:
         violations.append(FieldViolation("format", f"unknown value {request.format}"))
     if request.truncation.side not in _SIDES:
         violations.append(_unknown_side(request.truncation))
-    if has_task and request.task not in _TASKS:
+    if has_task and request.task not in _TASK_FROM_PROTO:
         violations.append(FieldViolation("task", f"unknown value {request.task}"))
     if violations:
         raise InvalidRequest(violations)
@@ -110,10 +119,14 @@ def _unknown_side(truncation: embedding_pb2.Truncation) -> FieldViolation:
 
 
 def embedding_to_proto(
-    vector: bytes, *, index: int, prompt_tokens: int, format: EmbeddingFormat
+    vector: bytes, *, index: int, prompt_tokens: int, format: EmbeddingFormat, rows: int = 1
 ) -> embedding_pb2.Embedding:
-    """`vector` holds little-endian 32-bit floats. Raises InvalidRequest when a number does not fit the format."""
-    embedding = embedding_pb2.Embedding(index=index, prompt_tokens=prompt_tokens, dimensions=len(vector) // 4)
+    """`vector` holds little-endian 32-bit floats, `rows` vectors one after the other.
+
+    Raises InvalidRequest when a number does not fit the format.
+    """
+    dimensions = len(vector) // (4 * rows)
+    embedding = embedding_pb2.Embedding(index=index, prompt_tokens=prompt_tokens, dimensions=dimensions, rows=rows)
     if format is EmbeddingFormat.PACKED_FLOAT32:
         embedding.packed = vector
         return embedding

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinstage.types.constraints import RawStructuredOutput
+from twinstage.types.pooling import PoolingTask
 from twinstage.types.tools import Tool, ToolCall, ToolChoice
 
 
@@ -153,7 +154,8 @@ class Truncation:
 class RawEncodeRequest:
     """What a client sent to Encode, Embed or EncodeStream. An input is None when it was left out.
 
-    `inputs_field` is the path of the inputs in the client's message, for violations.
+    `inputs_field` is the path of the inputs in the client's message, for violations. Without `task` it is the model's
+    own. Of `prompt_name`, None takes the model's default and "" none.
     """
 
     inputs: tuple[TextPrompt | TokenPrompt | None, ...]
@@ -164,6 +166,8 @@ class RawEncodeRequest:
     normalize: bool = True
     dimensions: int | None = None
     format: EmbeddingFormat = EmbeddingFormat.FLOAT
+    task: PoolingTask | None = None
+    prompt_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

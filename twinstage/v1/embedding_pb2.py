@@ -26,7 +26,7 @@ from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from twinstage.v1 import common_pb2 as twinstage_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwinstage/v1/embedding.proto\x12\x0ctwinstage.v1\x1a\x1bgoogle/protobuf/empty.proto\x1a\x19twinstage/v1/common.proto\"\xaa\x01\n\nTruncation\x12&\n\x04none\x18\x01 \x01(\x0b\x32\x16.google.protobuf.EmptyH\x00\x12-\n\x0bmodel_limit\x18\x02 \x01(\x0b\x32\x16.google.protobuf.EmptyH\x00\x12\x10\n\x06tokens\x18\x03 \x01(\rH\x00\x12*\n\x04side\x18\x04 \x01(\x0e\x32\x1c.twinstage.v1.TruncationSideB\x07\n\x05limit\"S\n\x0b\x45ncodeInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x42\x07\n\x05input\"e\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\x0e\n\x06packed\x18\x03 \x01(\x0c\x12\x12\n\ndimensions\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"\xb1\x02\n\rEncodeRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.EncodeInput\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x04task\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.PoolingTask\x12,\n\ntruncation\x18\x05 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x07 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x08 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormatB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\xd6\x01\n\x0e\x45ncodeResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.twinstage.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xeb\x01\n\x0c\x45mbedRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12,\n\ntruncation\x18\x04 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormatB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\xd5\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.twinstage.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xa2\x02\n\x13\x45ncodeStreamRequest\x12(\n\x05input\x18\x01 \x01(\x0b\x32\x19.twinstage.v1.EncodeInput\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x04task\x18\x03 \x01(\x0e\x32\x19.twinstage.v1.PoolingTask\x12,\n\ntruncation\x18\x04 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormatB\x0c\n\n_normalizeB\r\n\x0b_dimensions\"\x87\x01\n\x14\x45ncodeStreamResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12,\n\tembedding\x18\x02 \x01(\x0b\x32\x17.twinstage.v1.EmbeddingH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.twinstage.v1.ItemErrorH\x00\x42\x08\n\x06result\":\n\tItemError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*C\n\x0bPoolingTask\x12\x1c\n\x18POOLING_TASK_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_TASK_EMBED\x10\x01*\x99\x01\n\x0f\x45mbeddingFormat\x12 \n\x1c\x45MBEDDING_FORMAT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45MBEDDING_FORMAT_FLOAT\x10\x01\x12#\n\x1f\x45MBEDDING_FORMAT_PACKED_FLOAT32\x10\x02\x12#\n\x1f\x45MBEDDING_FORMAT_PACKED_FLOAT16\x10\x03*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02\x32\xfe\x01\n\x10\x45mbeddingService\x12H\n\x06\x45ncode\x12\x1b.twinstage.v1.EncodeRequest\x1a\x1c.twinstage.v1.EncodeResponse\"\x03\x90\x02\x01\x12\x45\n\x05\x45mbed\x12\x1a.twinstage.v1.EmbedRequest\x1a\x1b.twinstage.v1.EmbedResponse\"\x03\x90\x02\x01\x12Y\n\x0c\x45ncodeStream\x12!.twinstage.v1.EncodeStreamRequest\x1a\".twinstage.v1.EncodeStreamResponse(\x01\x30\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctwinstage/v1/embedding.proto\x12\x0ctwinstage.v1\x1a\x1bgoogle/protobuf/empty.proto\x1a\x19twinstage/v1/common.proto\"\xaa\x01\n\nTruncation\x12&\n\x04none\x18\x01 \x01(\x0b\x32\x16.google.protobuf.EmptyH\x00\x12-\n\x0bmodel_limit\x18\x02 \x01(\x0b\x32\x16.google.protobuf.EmptyH\x00\x12\x10\n\x06tokens\x18\x03 \x01(\rH\x00\x12*\n\x04side\x18\x04 \x01(\x0e\x32\x1c.twinstage.v1.TruncationSideB\x07\n\x05limit\"S\n\x0b\x45ncodeInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.twinstage.v1.TokenIdsH\x00\x42\x07\n\x05input\"s\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\x0e\n\x06packed\x18\x03 \x01(\x0c\x12\x12\n\ndimensions\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x0c\n\x04rows\x18\x06 \x01(\r\"\xdb\x02\n\rEncodeRequest\x12)\n\x06inputs\x18\x01 \x03(\x0b\x32\x19.twinstage.v1.EncodeInput\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\'\n\x04task\x18\x04 \x01(\x0e\x32\x19.twinstage.v1.PoolingTask\x12,\n\ntruncation\x18\x05 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x07 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x08 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormat\x12\x18\n\x0bprompt_name\x18\t \x01(\tH\x02\x88\x01\x01\x42\x0c\n\n_normalizeB\r\n\x0b_dimensionsB\x0e\n\x0c_prompt_name\"\xd6\x01\n\x0e\x45ncodeResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.twinstage.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\x95\x02\n\x0c\x45mbedRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12,\n\ntruncation\x18\x04 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormat\x12\x18\n\x0bprompt_name\x18\x08 \x01(\tH\x02\x88\x01\x01\x42\x0c\n\n_normalizeB\r\n\x0b_dimensionsB\x0e\n\x0c_prompt_name\"\xd5\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.twinstage.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.twinstage.v1.Usage\x12$\n\x06timing\x18\x05 \x01(\x0b\x32\x14.twinstage.v1.Timing\x12*\n\tplacement\x18\x06 \x01(\x0b\x32\x17.twinstage.v1.Placement\"\xcc\x02\n\x13\x45ncodeStreamRequest\x12(\n\x05input\x18\x01 \x01(\x0b\x32\x19.twinstage.v1.EncodeInput\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x04task\x18\x03 \x01(\x0e\x32\x19.twinstage.v1.PoolingTask\x12,\n\ntruncation\x18\x04 \x01(\x0b\x32\x18.twinstage.v1.Truncation\x12\x16\n\tnormalize\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ndimensions\x18\x06 \x01(\rH\x01\x88\x01\x01\x12-\n\x06\x66ormat\x18\x07 \x01(\x0e\x32\x1d.twinstage.v1.EmbeddingFormat\x12\x18\n\x0bprompt_name\x18\x08 \x01(\tH\x02\x88\x01\x01\x42\x0c\n\n_normalizeB\r\n\x0b_dimensionsB\x0e\n\x0c_prompt_name\"\x9d\x01\n\x14\x45ncodeStreamResponse\x12\r\n\x05index\x18\x01 \x01(\x04\x12,\n\tembedding\x18\x02 \x01(\x0b\x32\x17.twinstage.v1.EmbeddingH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.twinstage.v1.ItemErrorH\x00\x12\x14\n\x0cmore_follows\x18\x04 \x01(\x08\x42\x08\n\x06result\":\n\tItemError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t*|\n\x0bPoolingTask\x12\x1c\n\x18POOLING_TASK_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_TASK_EMBED\x10\x01\x12\x1c\n\x18POOLING_TASK_TOKEN_EMBED\x10\x02\x12\x19\n\x15POOLING_TASK_CLASSIFY\x10\x03*\x99\x01\n\x0f\x45mbeddingFormat\x12 \n\x1c\x45MBEDDING_FORMAT_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45MBEDDING_FORMAT_FLOAT\x10\x01\x12#\n\x1f\x45MBEDDING_FORMAT_PACKED_FLOAT32\x10\x02\x12#\n\x1f\x45MBEDDING_FORMAT_PACKED_FLOAT16\x10\x03*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02\x32\xfe\x01\n\x10\x45mbeddingService\x12H\n\x06\x45ncode\x12\x1b.twinstage.v1.EncodeRequest\x1a\x1c.twinstage.v1.EncodeResponse\"\x03\x90\x02\x01\x12\x45\n\x05\x45mbed\x12\x1a.twinstage.v1.EmbedRequest\x1a\x1b.twinstage.v1.EmbedResponse\"\x03\x90\x02\x01\x12Y\n\x0c\x45ncodeStream\x12!.twinstage.v1.EncodeStreamRequest\x1a\".twinstage.v1.EncodeStreamResponse(\x01\x30\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,32 +38,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBEDDINGSERVICE'].methods_by_name['Encode']._serialized_options = b'\220\002\001'
   _globals['_EMBEDDINGSERVICE'].methods_by_name['Embed']._loaded_options = None
   _globals['_EMBEDDINGSERVICE'].methods_by_name['Embed']._serialized_options = b'\220\002\001'
-  _globals['_POOLINGTASK']._serialized_start=1933
-  _globals['_POOLINGTASK']._serialized_end=2000
-  _globals['_EMBEDDINGFORMAT']._serialized_start=2003
-  _globals['_EMBEDDINGFORMAT']._serialized_end=2156
-  _globals['_TRUNCATIONSIDE']._serialized_start=2158
-  _globals['_TRUNCATIONSIDE']._serialized_end=2260
+  _globals['_POOLINGTASK']._serialized_start=2095
+  _globals['_POOLINGTASK']._serialized_end=2219
+  _globals['_EMBEDDINGFORMAT']._serialized_start=2222
+  _globals['_EMBEDDINGFORMAT']._serialized_end=2375
+  _globals['_TRUNCATIONSIDE']._serialized_start=2377
+  _globals['_TRUNCATIONSIDE']._serialized_end=2479
   _globals['_TRUNCATION']._serialized_start=103
   _globals['_TRUNCATION']._serialized_end=273
   _globals['_ENCODEINPUT']._serialized_start=275
   _globals['_ENCODEINPUT']._serialized_end=358
   _globals['_EMBEDDING']._serialized_start=360
-  _globals['_EMBEDDING']._serialized_end=461
-  _globals['_ENCODEREQUEST']._serialized_start=464
-  _globals['_ENCODEREQUEST']._serialized_end=769
-  _globals['_ENCODERESPONSE']._serialized_start=772
-  _globals['_ENCODERESPONSE']._serialized_end=986
-  _globals['_EMBEDREQUEST']._serialized_start=989
-  _globals['_EMBEDREQUEST']._serialized_end=1224
-  _globals['_EMBEDRESPONSE']._serialized_start=1227
-  _globals['_EMBEDRESPONSE']._serialized_end=1440
-  _globals['_ENCODESTREAMREQUEST']._serialized_start=1443
-  _globals['_ENCODESTREAMREQUEST']._serialized_end=1733
-  _globals['_ENCODESTREAMRESPONSE']._serialized_start=1736
-  _globals['_ENCODESTREAMRESPONSE']._serialized_end=1871
-  _globals['_ITEMERROR']._serialized_start=1873
-  _globals['_ITEMERROR']._serialized_end=1931
-  _globals['_EMBEDDINGSERVICE']._serialized_start=2263
-  _globals['_EMBEDDINGSERVICE']._serialized_end=2517
+  _globals['_EMBEDDING']._serialized_end=475
+  _globals['_ENCODEREQUEST']._serialized_start=478
+  _globals['_ENCODEREQUEST']._serialized_end=825
+  _globals['_ENCODERESPONSE']._serialized_start=828
+  _globals['_ENCODERESPONSE']._serialized_end=1042
+  _globals['_EMBEDREQUEST']._serialized_start=1045
+  _globals['_EMBEDREQUEST']._serialized_end=1322
+  _globals['_EMBEDRESPONSE']._serialized_start=1325
+  _globals['_EMBEDRESPONSE']._serialized_end=1538
+  _globals['_ENCODESTREAMREQUEST']._serialized_start=1541
+  _globals['_ENCODESTREAMREQUEST']._serialized_end=1873
+  _globals['_ENCODESTREAMRESPONSE']._serialized_start=1876
+  _globals['_ENCODESTREAMRESPONSE']._serialized_end=2033
+  _globals['_ITEMERROR']._serialized_start=2035
+  _globals['_ITEMERROR']._serialized_end=2093
+  _globals['_EMBEDDINGSERVICE']._serialized_start=2482
+  _globals['_EMBEDDINGSERVICE']._serialized_end=2736
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,10 @@ class _PoolingTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingTa
     """The model's own task."""
     POOLING_TASK_EMBED: _PoolingTask.ValueType  # 1
     """One vector per input."""
+    POOLING_TASK_TOKEN_EMBED: _PoolingTask.ValueType  # 2
+    """One vector per token of the input, special tokens included."""
+    POOLING_TASK_CLASSIFY: _PoolingTask.ValueType  # 3
+    """One probability per label of the model."""
 
 class PoolingTask(_PoolingTask, metaclass=_PoolingTaskEnumTypeWrapper):
     """What a pooling model computes."""
@@ -39,6 +43,10 @@ POOLING_TASK_UNSPECIFIED: PoolingTask.ValueType  # 0
 """The model's own task."""
 POOLING_TASK_EMBED: PoolingTask.ValueType  # 1
 """One vector per input."""
+POOLING_TASK_TOKEN_EMBED: PoolingTask.ValueType  # 2
+"""One vector per token of the input, special tokens included."""
+POOLING_TASK_CLASSIFY: PoolingTask.ValueType  # 3
+"""One probability per label of the model."""
 Global___PoolingTask: _TypeAlias = PoolingTask  # noqa: Y015
 
 class _EmbeddingFormat:
@@ -165,7 +173,7 @@ Global___EncodeInput: _TypeAlias = EncodeInput  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
-    """One vector."""
+    """One vector, or one per token, or the probabilities of all labels."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,6 +182,7 @@ class Embedding(_message.Message):
     PACKED_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the input."""
     packed: _builtins.bytes
@@ -182,9 +191,11 @@ class Embedding(_message.Message):
     """Size of the vector."""
     prompt_tokens: _builtins.int
     """Tokens of the input, after truncation."""
+    rows: _builtins.int
+    """Vectors in this message: 1, or for TOKEN_EMBED one per token."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The numbers, when the format is FLOAT."""
+        """The numbers, when the format is FLOAT; vectors follow one another."""
 
     def __init__(
         self,
@@ -194,10 +205,11 @@ class Embedding(_message.Message):
         packed: _builtins.bytes = ...,
         dimensions: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
+        rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "index", b"index", "packed", b"packed", "prompt_tokens", b"prompt_tokens", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "index", b"index", "packed", b"packed", "prompt_tokens", b"prompt_tokens", "rows", b"rows", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,6 +229,7 @@ class EncodeRequest(_message.Message):
     NORMALIZE_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Default: the only pooling model that is served."""
     request_id: _builtins.str
@@ -224,11 +237,13 @@ class EncodeRequest(_message.Message):
     task: Global___PoolingTask.ValueType
     """The task. Default: the model's own."""
     normalize: _builtins.bool
-    """Scale each vector to length 1. Default true."""
+    """Scale each vector to length 1. Default true. Probabilities are never scaled."""
     dimensions: _builtins.int
     """Keep only the first numbers of each vector (Matryoshka). Default: all; range 1 to the vector's size."""
     format: Global___EmbeddingFormat.ValueType
     """How the numbers are sent. Default FLOAT."""
+    prompt_name: _builtins.str
+    """Name of the model's prompt to put before each text. Default: the model's default prompt; empty: none."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodeInput]:
         """The inputs. At most 2,048."""
@@ -248,19 +263,24 @@ class EncodeRequest(_message.Message):
         normalize: _builtins.bool | None = ...,
         dimensions: _builtins.int | None = ...,
         format: Global___EmbeddingFormat.ValueType = ...,
+        prompt_name: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "truncation", b"truncation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt_name", b"prompt_name", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "format", b"format", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "request_id", b"request_id", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "format", b"format", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "prompt_name", b"prompt_name", "request_id", b"request_id", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
 
 Global___EncodeRequest: _TypeAlias = EncodeRequest  # noqa: Y015
 
@@ -327,6 +347,7 @@ class EmbedRequest(_message.Message):
     NORMALIZE_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Default: the only embedding model that is served."""
     request_id: _builtins.str
@@ -337,6 +358,8 @@ class EmbedRequest(_message.Message):
     """Keep only the first numbers of each vector (Matryoshka). Default: all; range 1 to the vector's size."""
     format: Global___EmbeddingFormat.ValueType
     """How the numbers are sent. Default FLOAT."""
+    prompt_name: _builtins.str
+    """Name of the model's prompt to put before each text. Default: the model's default prompt; empty: none."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The texts, none empty. At most 2,048."""
@@ -355,19 +378,24 @@ class EmbedRequest(_message.Message):
         normalize: _builtins.bool | None = ...,
         dimensions: _builtins.int | None = ...,
         format: Global___EmbeddingFormat.ValueType = ...,
+        prompt_name: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "truncation", b"truncation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt_name", b"prompt_name", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "format", b"format", "model", b"model", "normalize", b"normalize", "request_id", b"request_id", "texts", b"texts", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "format", b"format", "model", b"model", "normalize", b"normalize", "prompt_name", b"prompt_name", "request_id", b"request_id", "texts", b"texts", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
@@ -434,6 +462,7 @@ class EncodeStreamRequest(_message.Message):
     NORMALIZE_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; every request of a stream names the same. Default: the only pooling model that is served."""
     task: Global___PoolingTask.ValueType
@@ -444,6 +473,8 @@ class EncodeStreamRequest(_message.Message):
     """Keep only the first numbers of the vector (Matryoshka). Default: all; range 1 to the vector's size."""
     format: Global___EmbeddingFormat.ValueType
     """How the numbers are sent. Default FLOAT."""
+    prompt_name: _builtins.str
+    """Name of the model's prompt to put before each text. Default: the model's default prompt; empty: none."""
     @_builtins.property
     def input(self) -> Global___EncodeInput:
         """The input."""
@@ -462,19 +493,24 @@ class EncodeStreamRequest(_message.Message):
         normalize: _builtins.bool | None = ...,
         dimensions: _builtins.int | None = ...,
         format: Global___EmbeddingFormat.ValueType = ...,
+        prompt_name: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "input", b"input", "normalize", b"normalize", "truncation", b"truncation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "input", b"input", "normalize", b"normalize", "prompt_name", b"prompt_name", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "format", b"format", "input", b"input", "model", b"model", "normalize", b"normalize", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "format", b"format", "input", b"input", "model", b"model", "normalize", b"normalize", "prompt_name", b"prompt_name", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
 
 Global___EncodeStreamRequest: _TypeAlias = EncodeStreamRequest  # noqa: Y015
 
@@ -487,8 +523,11 @@ class EncodeStreamResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MORE_FOLLOWS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Position of the request in the stream, from 0."""
+    more_follows: _builtins.bool
+    """The next response has more vectors of the same input. Those of many tokens come so, in parts of about 1 MiB."""
     @_builtins.property
     def embedding(self) -> Global___Embedding:
         """The vector."""
@@ -503,10 +542,11 @@ class EncodeStreamResponse(_message.Message):
         index: _builtins.int = ...,
         embedding: Global___Embedding | None = ...,
         error: Global___ItemError | None = ...,
+        more_follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "error", b"error", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "error", b"error", "index", b"index", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "error", b"error", "index", b"index", "more_follows", b"more_follows", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["embedding", "error"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/model.proto\x12\x0ctwinstage.v1\"\xa6\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04task\x18\x02 \x01(\x0e\x32\x17.twinstage.v1.ModelTask\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x1c\n\x14\x65mbedding_dimensions\x18\x06 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x07 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x15\n\rdeterministic\x18\n \x01(\x08\x12\x33\n\x0c\x63\x61pabilities\x18\x0b \x03(\x0e\x32\x1d.twinstage.v1.ModelCapability\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.twinstage.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x10GetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.twinstage.v1.Model*\x85\x01\n\tModelTask\x12\x1a\n\x16MODEL_TASK_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_TASK_GENERATE\x10\x01\x12\x14\n\x10MODEL_TASK_EMBED\x10\x02\x12\x14\n\x10MODEL_TASK_SCORE\x10\x03\x12\x17\n\x13MODEL_TASK_CLASSIFY\x10\x04*\xb3\x03\n\x0fModelCapability\x12 \n\x1cMODEL_CAPABILITY_UNSPECIFIED\x10\x00\x12\x1d\n\x19MODEL_CAPABILITY_GENERATE\x10\x01\x12\x19\n\x15MODEL_CAPABILITY_CHAT\x10\x02\x12\x1c\n\x18MODEL_CAPABILITY_CHOICES\x10\x03\x12\x1a\n\x16MODEL_CAPABILITY_BATCH\x10\x04\x12\x1d\n\x19MODEL_CAPABILITY_LOGPROBS\x10\x05\x12$\n MODEL_CAPABILITY_PROMPT_LOGPROBS\x10\x06\x12)\n%MODEL_CAPABILITY_REPETITION_DETECTION\x10\x07\x12&\n\"MODEL_CAPABILITY_STRUCTURED_OUTPUT\x10\x08\x12\x1a\n\x16MODEL_CAPABILITY_TOOLS\x10\t\x12\x1e\n\x1aMODEL_CAPABILITY_REASONING\x10\n\x12\x1a\n\x16MODEL_CAPABILITY_EMBED\x10\x0b\x12\x1a\n\x16MODEL_CAPABILITY_SCORE\x10\x0c\x32\xb4\x01\n\x0cModelService\x12T\n\nListModels\x12\x1f.twinstage.v1.ListModelsRequest\x1a .twinstage.v1.ListModelsResponse\"\x03\x90\x02\x01\x12N\n\x08GetModel\x12\x1d.twinstage.v1.GetModelRequest\x1a\x1e.twinstage.v1.GetModelResponse\"\x03\x90\x02\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinstage/v1/model.proto\x12\x0ctwinstage.v1\"\xb6\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04task\x18\x02 \x01(\x0e\x32\x17.twinstage.v1.ModelTask\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x1c\n\x14\x65mbedding_dimensions\x18\x06 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x07 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x08 \x01(\r\x12\r\n\x05ready\x18\t \x01(\x08\x12\x15\n\rdeterministic\x18\n \x01(\x08\x12\x33\n\x0c\x63\x61pabilities\x18\x0b \x03(\x0e\x32\x1d.twinstage.v1.ModelCapability\x12\x0e\n\x06labels\x18\x0c \x03(\t\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.twinstage.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x10GetModelResponse\x12\"\n\x05model\x18\x01 \x01(\x0b\x32\x13.twinstage.v1.Model*\x85\x01\n\tModelTask\x12\x1a\n\x16MODEL_TASK_UNSPECIFIED\x10\x00\x12\x17\n\x13MODEL_TASK_GENERATE\x10\x01\x12\x14\n\x10MODEL_TASK_EMBED\x10\x02\x12\x14\n\x10MODEL_TASK_SCORE\x10\x03\x12\x17\n\x13MODEL_TASK_CLASSIFY\x10\x04*\xd2\x03\n\x0fModelCapability\x12 \n\x1cMODEL_CAPABILITY_UNSPECIFIED\x10\x00\x12\x1d\n\x19MODEL_CAPABILITY_GENERATE\x10\x01\x12\x19\n\x15MODEL_CAPABILITY_CHAT\x10\x02\x12\x1c\n\x18MODEL_CAPABILITY_CHOICES\x10\x03\x12\x1a\n\x16MODEL_CAPABILITY_BATCH\x10\x04\x12\x1d\n\x19MODEL_CAPABILITY_LOGPROBS\x10\x05\x12$\n MODEL_CAPABILITY_PROMPT_LOGPROBS\x10\x06\x12)\n%MODEL_CAPABILITY_REPETITION_DETECTION\x10\x07\x12&\n\"MODEL_CAPABILITY_STRUCTURED_OUTPUT\x10\x08\x12\x1a\n\x16MODEL_CAPABILITY_TOOLS\x10\t\x12\x1e\n\x1aMODEL_CAPABILITY_REASONING\x10\n\x12\x1a\n\x16MODEL_CAPABILITY_EMBED\x10\x0b\x12\x1a\n\x16MODEL_CAPABILITY_SCORE\x10\x0c\x12\x1d\n\x19MODEL_CAPABILITY_CLASSIFY\x10\r2\xb4\x01\n\x0cModelService\x12T\n\nListModels\x12\x1f.twinstage.v1.ListModelsRequest\x1a .twinstage.v1.ListModelsResponse\"\x03\x90\x02\x01\x12N\n\x08GetModel\x12\x1d.twinstage.v1.GetModelRequest\x1a\x1e.twinstage.v1.GetModelResponse\"\x03\x90\x02\x01\x42S\n\x0fio.twinstage.v1P\x01Z>github.com/twinstage/twinstage/gen/go/twinstage/v1;twinstagev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,20 +36,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELSERVICE'].methods_by_name['ListModels']._serialized_options = b'\220\002\001'
   _globals['_MODELSERVICE'].methods_by_name['GetModel']._loaded_options = None
   _globals['_MODELSERVICE'].methods_by_name['GetModel']._serialized_options = b'\220\002\001'
-  _globals['_MODELTASK']._serialized_start=509
-  _globals['_MODELTASK']._serialized_end=642
-  _globals['_MODELCAPABILITY']._serialized_start=645
-  _globals['_MODELCAPABILITY']._serialized_end=1080
+  _globals['_MODELTASK']._serialized_start=525
+  _globals['_MODELTASK']._serialized_end=658
+  _globals['_MODELCAPABILITY']._serialized_start=661
+  _globals['_MODELCAPABILITY']._serialized_end=1127
   _globals['_MODEL']._serialized_start=43
-  _globals['_MODEL']._serialized_end=337
-  _globals['_LISTMODELSREQUEST']._serialized_start=339
-  _globals['_LISTMODELSREQUEST']._serialized_end=358
-  _globals['_LISTMODELSRESPONSE']._serialized_start=360
-  _globals['_LISTMODELSRESPONSE']._serialized_end=417
-  _globals['_GETMODELREQUEST']._serialized_start=419
-  _globals['_GETMODELREQUEST']._serialized_end=450
-  _globals['_GETMODELRESPONSE']._serialized_start=452
-  _globals['_GETMODELRESPONSE']._serialized_end=506
-  _globals['_MODELSERVICE']._serialized_start=1083
-  _globals['_MODELSERVICE']._serialized_end=1263
+  _globals['_MODEL']._serialized_end=353
+  _globals['_LISTMODELSREQUEST']._serialized_start=355
+  _globals['_LISTMODELSREQUEST']._serialized_end=374
+  _globals['_LISTMODELSRESPONSE']._serialized_start=376
+  _globals['_LISTMODELSRESPONSE']._serialized_end=433
+  _globals['_GETMODELREQUEST']._serialized_start=435
+  _globals['_GETMODELREQUEST']._serialized_end=466
+  _globals['_GETMODELRESPONSE']._serialized_start=468
+  _globals['_GETMODELRESPONSE']._serialized_end=522
+  _globals['_MODELSERVICE']._serialized_start=1130
+  _globals['_MODELSERVICE']._serialized_end=1310
 # @@protoc_insertion_point(module_scope)

@@ -83,6 +83,8 @@ class _ModelCapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Model
     """Encode, Embed and EncodeStream."""
     MODEL_CAPABILITY_SCORE: _ModelCapability.ValueType  # 12
     """Score and Rerank."""
+    MODEL_CAPABILITY_CLASSIFY: _ModelCapability.ValueType  # 13
+    """Encode and EncodeStream with POOLING_TASK_CLASSIFY."""
 
 class ModelCapability(_ModelCapability, metaclass=_ModelCapabilityEnumTypeWrapper):
     """Something that requests to a model may ask for. What is not among a model's capabilities is refused by name."""
@@ -113,6 +115,8 @@ MODEL_CAPABILITY_EMBED: ModelCapability.ValueType  # 11
 """Encode, Embed and EncodeStream."""
 MODEL_CAPABILITY_SCORE: ModelCapability.ValueType  # 12
 """Score and Rerank."""
+MODEL_CAPABILITY_CLASSIFY: ModelCapability.ValueType  # 13
+"""Encode and EncodeStream with POOLING_TASK_CLASSIFY."""
 Global___ModelCapability: _TypeAlias = ModelCapability  # noqa: Y015
 
 @_typing.final
@@ -132,6 +136,7 @@ class Model(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests choose it."""
     task: Global___ModelTask.ValueType
@@ -158,6 +163,10 @@ class Model(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___ModelCapability.ValueType]:
         """What requests may ask for, in the order of their numbers."""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A classifier's labels, in the order of its probabilities."""
+
     def __init__(
         self,
         *,
@@ -172,10 +181,11 @@ class Model(_message.Message):
         ready: _builtins.bool = ...,
         deterministic: _builtins.bool = ...,
         capabilities: _abc.Iterable[Global___ModelCapability.ValueType] | None = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "decode_workers", b"decode_workers", "deterministic", b"deterministic", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "decode_workers", b"decode_workers", "deterministic", b"deterministic", "embedding_dimensions", b"embedding_dimensions", "fingerprint", b"fingerprint", "labels", b"labels", "max_model_len", b"max_model_len", "name", b"name", "prefill_workers", b"prefill_workers", "ready", b"ready", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
