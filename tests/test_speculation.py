@@ -41,7 +41,7 @@ from twinstage.kv.prefix_index import PrefixHasher
 from twinstage.settings import read_settings
 from twinstage.text.bundle import TokenizerBundle, read_bundle
 from twinstage.text.same_tokens import check_same_tokens
-from twinstage.types import RequestId, Role, SamplingParameters, SequenceSpec
+from twinstage.types import RequestId, Role, SamplingParameters, SequenceSpec, TextOptions
 from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -297,6 +297,10 @@ def test_a_model_answers_the_same_with_it(quick_model: Path, quick_reference: LL
             results = llm.generate(prompts, sampling, limits=limits, logprobs=2)
             assert [result.tokens for result in results] == [result.tokens for result in expected]
             accepted += sum(result.accepted_draft_tokens for result in results)
+            stop = TextOptions(stop=(expected[0].text[6:9],))  # inside of what came in one step
+            expected = quick_reference.generate(prompts, sampling, limits=limits, text=stop)
+            results = llm.generate(prompts, sampling, limits=limits, text=stop)
+            assert [(r.text, r.tokens, r.finish) for r in results] == [(r.text, r.tokens, r.finish) for r in expected]
         # Choices of a prompt that hold to a grammar: each guess is judged where the ones before it have led.
         shape = RawStructuredOutput.regex("(one two one three ){2,}end")
         for seed in (1, 2):
