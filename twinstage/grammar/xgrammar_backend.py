@@ -1,12 +1,13 @@
 """Grammars by XGrammar: JSON schemas, regular expressions, choices, EBNF and Lark grammars, structural tags.
 
 Importing it imports PyTorch and Transformers, which takes a second or two, so it is imported when it is first needed.
-It has no limits of its own, neither when it compiles nor at a token: see `checking`.
+It has no limits of its own. Compiling is `checking`'s to limit; a grammar that is slow at a token is ended behind it.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ except ImportError as error:
     raise ModelError("xgrammar is not installed here: install it (twinstage[xgrammar]), or take llguidance") from error
 
 _MAX_WHITESPACE = 20  # as with llguidance
+_MAX_STEP_S = 0.5
 _BITS_OF_WORD = 32
 _UNNAMED = "required of what properties does not name"
 _WITH_REF = "other keywords beside $ref"
@@ -114,7 +116,10 @@ class XgrammarMatcher:
     def allowed(self) -> Mask:
         """As the protocol says."""
         words = np.full((1, self._vocab_size // _BITS_OF_WORD + 1), -1, dtype=np.int32)
+        started_s = time.thread_time()
         self._matcher.fill_next_token_bitmask(words)
+        if time.thread_time() - started_s > _MAX_STEP_S:  # once: it held up all that run beside it
+            raise refused(f"takes more than {_MAX_STEP_S:g} s of a processor for one token")
         return np.unpackbits(words.view(np.uint8)[0], count=self._vocab_size, bitorder="little").view(np.bool_)
 
     @property
