@@ -31,12 +31,14 @@ class Receiver:
     reservation: Reservation
     subscription: DecodeSubscription
     placement: Placement  # what the ledger counts for it
+    num_choices: int
 
     async def granted(self) -> tuple[KvGrant, float]:
         """The grant, and the seconds that the request waited for blocks. Raises AttemptFailed."""
         with blaming(self.worker.key):
             grant, queue_s = await self.reservation.granted()
-        self.placement.granted(len(grant.block_ids))  # those that the worker had already are not this request's alone
+        # Those that the worker had already are not this request's alone; of the last one, each choice has its own.
+        self.placement.granted(len(grant.block_ids) + self.num_choices - 1)
         return grant, queue_s
 
     @contextlib.asynccontextmanager
@@ -136,4 +138,4 @@ def stand_by(
     ):
         with blaming(decode.key):
             reservation = stack.enter_context(decode.session.reserving(spec, deadline_s=deadline_s))
-        yield Receiver(sender, decode, reservation, subscription, placement)
+        yield Receiver(sender, decode, reservation, subscription, placement, spec.num_choices)

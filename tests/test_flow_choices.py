@@ -30,6 +30,7 @@ from twinstage.types import (
     RawSampling,
     RawStopping,
     TextPrompt,
+    WorkerLoad,
 )
 
 N = 3
@@ -78,7 +79,7 @@ async def test_choices_count_in_the_books_of_their_worker_as_long_as_they_last()
         await rig.cluster.decode[0].script.reached("decode 2").wait()
         (life,) = rig.workers.models["fake"].decode
         await until(lambda: life.candidate().running == N, what="three sequences")
-        assert life.candidate().free_blocks <= 64 - (2 + N - 1)
+        assert life.ledger.free_blocks(WorkerLoad(free_kv_blocks=64), 64) == 64 - (2 + N - 1)
         go_on.set()
         await call
 
