@@ -134,6 +134,16 @@ class FakeApi(
         lost.total_kv_blocks, lost.free_kv_blocks, lost.leaked_kv_blocks = 9, 7, 2
         return admin_pb2.ListWorkersResponse(workers=[worker, lost])
 
+    def GetTrace(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        spans = [
+            admin_pb2.TraceSpan(name="decode", process="decode-0", start=seconds_to_proto(0.5), attempt=2),
+            admin_pb2.TraceSpan(name="attempt", process="router", attempt=1, error="WORKER_LOST: gone"),
+        ]
+        trace = admin_pb2.Trace(request_id=request.request_id, trace_id="0af7", model="m", spans=spans)
+        trace.duration.CopyFrom(seconds_to_proto(1.25))
+        return admin_pb2.GetTraceResponse(trace=trace)
+
     def DrainWorker(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)
         worker = admin_pb2.Worker(

@@ -135,6 +135,20 @@ def test_tables(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)[0]["transports"] == ["shm", "tcp"]
 
 
+def test_the_trace_of_a_request(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TWINSTAGE_ADDRESS", api.address)
+    assert run(monkeypatch, "trace", "mine") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "mine  m  1250.0 ms  trace 0af7",
+        "       0.0 ms        0.0 ms  router    attempt: WORKER_LOST: gone",
+        "     500.0 ms        0.0 ms  decode-0  decode (attempt 2)",
+    ]
+    assert run(monkeypatch, "trace", "mine", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["spans"][0]["process"] == "decode-0"
+
+
 def test_draining_a_worker(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "drain", "prefill-1", "--router", api.address) == 0
     assert capsys.readouterr().out == "prefill-1  draining, 3 left\n"

@@ -27,6 +27,7 @@ from twinstage.v1 import (
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
+    scoring_pb2,
     tokenizer_pb2,
 )
 
@@ -39,7 +40,7 @@ REQUESTS = (
     embedding_pb2.EmbedRequest,
     embedding_pb2.EncodeStreamRequest,
 )  # in the order of the target's first byte
-FILES = (admin_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+FILES = (admin_pb2, embedding_pb2, generation_pb2, model_pb2, scoring_pb2, tokenizer_pb2)
 # Those that tell a client what is wrong with its request. INTERNAL, UNKNOWN and UNAVAILABLE would be ours.
 ANSWERS = {
     grpc.StatusCode.OK,

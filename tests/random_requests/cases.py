@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from fuzz.messages import messages, set_field
 from tiny_models import VOCABULARY_SIZE
-from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
+from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, model_pb2, scoring_pb2, tokenizer_pb2
 
-FILES = (admin_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
+FILES = (admin_pb2, embedding_pb2, generation_pb2, model_pb2, scoring_pb2, tokenizer_pb2)
 ENDLESS = frozenset({"WatchLoad"})  # they end when their caller leaves
 GENERATING = ("Generate", "GenerateStream", "Chat", "ChatStream")
 
@@ -159,6 +159,9 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "*.text": _TEXT,
     "EmbedRequest.texts": st.lists(_TEXT, min_size=1, max_size=3),
     "EncodeRequest.inputs": st.integers(1, 3),
+    "ScoreRequest.queries": st.lists(_TEXT, min_size=1, max_size=1),
+    "RerankRequest.query": _TEXT,
+    "*.documents": st.lists(_TEXT, min_size=1, max_size=3),
     "DetokenizeRequest.token_ids": st.lists(_TOKEN, max_size=20),
     "WatchLoadRequest.interval": st.just(Duration(nanos=10**8)),
     "*.request_id": st.sampled_from(("", "", "", "", "mine-1", "mine-2", "mine-3")),
@@ -173,6 +176,9 @@ _ALWAYS = frozenset(
         "ChatMessage.content",
         "Tool.name",
         "ReasoningConstraint.end",
+        "ScoreRequest.queries",
+        "RerankRequest.query",
+        "*.documents",
         *(f"*.{name}" for name in ("ids", "inputs", "messages", "prompts", "role", "text", "texts", "values")),
     }
 )

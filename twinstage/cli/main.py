@@ -144,6 +144,21 @@ def undrain(
 
 @app.command()
 @takes_flag_groups
+def trace(
+    *,
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Id of the request.")],
+    address: Address = DEFAULT_ADDRESS,
+    as_json: AsJson = False,
+    access: AccessFlags,
+) -> None:
+    """Show what was done for a request, when, and in which process; of those in progress and the last that ended."""
+    from twinstage.cli import trace as command
+
+    command.show(access.client(address), request, as_json=as_json)
+
+
+@app.command()
+@takes_flag_groups
 def reset_prefix_cache(
     *,
     address: Address = DEFAULT_ADDRESS,
