@@ -42,7 +42,7 @@ class Continuation:
         tally: Tally,
         tokens_sent: Callable[[], int],
     ) -> None:
-        """`tokens_sent` counts the tokens that the client has of all choices."""
+        """`tokens_sent` counts the tokens that the client has of the whole call."""
         self.attempts = attempts
         self.tally = tally
         self._request = request

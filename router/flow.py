@@ -78,6 +78,7 @@ class Flow:
         self._model = model
         self._workers = workers
         self._live = live
+        self._outbox = outbox
         self._is_streamed = is_streamed
         self._probation = probation
         prompt_index = first_index // request.spec.num_choices
@@ -136,5 +137,5 @@ class Flow:
                 self._delivery.send(choice, choice.close(finish))
 
     def _tokens_sent(self) -> int:
-        """Tokens that the client has."""
-        return sum(choice.text.num_tokens for choice in self._choices) if self._is_streamed else 0
+        """Tokens that the client has, of all prompts of the call."""
+        return self._outbox.num_tokens if self._is_streamed else 0

@@ -69,6 +69,7 @@ class Outbox:
         self._watchers = watchers
         self._pending: deque[Event] = deque()
         self._news = asyncio.Event()
+        self.num_tokens = 0  # of all deltas that were put
         self._opened = False
         self._closed = False
         self._error: BaseException | None = None
@@ -87,6 +88,8 @@ class Outbox:
     def put(self, event: Event) -> None:
         for watch in self._watchers:
             watch(event)
+        if isinstance(event, DeltaEvent):
+            self.num_tokens += len(event.tokens)
         self._pending.append(event)
         self._news.set()
 

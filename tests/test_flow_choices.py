@@ -362,6 +362,20 @@ async def test_a_prompt_that_fails_fails_the_batch_and_frees_all() -> None:
         await rig.cluster.assert_idle()
 
 
+async def test_a_prompt_that_fails_before_its_tokens_breaks_a_stream_that_has_others() -> None:
+    async with running() as rig:
+        prefill = rig.cluster.prefill[0]
+        go_on = prefill.script.stall("first_token", then=ComputeFailed("no"))
+        call = asyncio.create_task(rig.collect(batch("one", "two")))
+        await until(lambda: len(prefill.specs) == 2 and len(prefill.running) == 1, what="one is done, the other waits")
+        await asyncio.sleep(0.2)  # the router has read all of the one
+        prefill.script.fail("first_token", ComputeFailed("no"), times=2)
+        go_on.set()
+        with pytest.raises(StreamBroken) as caught:
+            await call
+        assert caught.value.tokens_sent == 6
+
+
 async def test_a_large_batch_is_computed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.generation.MAX_PROMPTS_AT_ONCE", 2)
     async with running() as rig:
