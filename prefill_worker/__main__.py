@@ -44,7 +44,7 @@ def _process(settings: PrefillSettings) -> WorkerProcess[AnyWorker]:
 def _load(settings: PrefillSettings) -> MakeWorker:
     """Load the model, on a thread; the result makes the worker on the event loop."""
     found = find_model(settings)
-    if found.resolved.task is Task.EMBED:
+    if found.resolved.task is not Task.GENERATE:
         return _load_embedding(settings, found)
     return _load_generative(settings, found)
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, BertConfig, BertModel, RobertaConfig, Robert
 
 from tiny_models import VOCABULARY_SIZE, make_tiny_llama, write_tiny_tokenizer
 from twinstage.errors import ConfigError, InvalidRequest, ModelError
-from twinstage.models.embedding import EmbeddingModel
+from twinstage.models.pooling.load import load_pooling
 from twinstage.models.resolve import resolve_model
 from twinstage.text.bundle import read_bundle
 from twinstage.text.tokenizer import TextTokenizer
@@ -68,10 +68,10 @@ def _mean_pooled(model: Any, token_ids: list[int]) -> np.ndarray[Any, Any]:
 
 
 def test_vectors_equal_plain_transformers_one_by_one(bert_folder: Path) -> None:
-    model = EmbeddingModel.load(resolve_model(str(bert_folder)))
+    model = load_pooling(resolve_model(str(bert_folder)))
     inputs = _inputs(3, 40, 1, 17, 17, 39, 2)
     vectors = model.encode(_pooling(inputs))
-    assert [vector.shape for vector in vectors] == [(model.dimensions,)] * 7 == [(32,)] * 7
+    assert [vector.shape for vector in vectors] == [(model.facts.dimensions,)] * 7 == [(32,)] * 7
     assert all(vector.dtype == np.float32 for vector in vectors)
     stock = AutoModel.from_pretrained(bert_folder)
     for token_ids, vector in zip(inputs, vectors, strict=True):
@@ -80,7 +80,7 @@ def test_vectors_equal_plain_transformers_one_by_one(bert_folder: Path) -> None:
 
 
 def test_many_inputs_take_several_batches(bert_folder: Path) -> None:
-    model = EmbeddingModel.load(resolve_model(str(bert_folder)))
+    model = load_pooling(resolve_model(str(bert_folder)))
     inputs = _inputs(*(1 + index * 7 % 40 for index in range(300)))
     vectors = model.encode(_pooling(inputs))
     for index in (0, 123, 299):
@@ -90,25 +90,25 @@ def test_many_inputs_take_several_batches(bert_folder: Path) -> None:
 def test_normalize_is_the_callers_choice_only_without_a_normalize_module(tmp_path: Path) -> None:
     plain = _write_folder(tmp_path / "plain", _tiny_bert(), kinds=("Transformer", "Pooling"))
     inputs = _inputs(9)
-    model = EmbeddingModel.load(resolve_model(str(plain)))
+    model = load_pooling(resolve_model(str(plain)))
     raw = model.encode(_pooling(inputs), normalize=False)[0]
     assert abs(np.linalg.norm(raw) - 1) > 0.01
     np.testing.assert_allclose(
         model.encode(_pooling(inputs), normalize=True)[0], raw / np.linalg.norm(raw), atol=TOLERANCE
     )
     folder = _write_folder(tmp_path / "normalizing", _tiny_bert())
-    normalized = EmbeddingModel.load(resolve_model(str(folder))).encode(_pooling(inputs), normalize=False)[0]
+    normalized = load_pooling(resolve_model(str(folder))).encode(_pooling(inputs), normalize=False)[0]
     assert np.linalg.norm(normalized) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_limits(tmp_path: Path, bert_folder: Path) -> None:
     resolved = resolve_model(str(bert_folder))
     assert resolved.task is Task.EMBED
-    assert EmbeddingModel.load(resolved).max_model_len == 40
-    assert EmbeddingModel.load(resolved, max_model_len=12).max_model_len == 12
+    assert load_pooling(resolved).facts.max_model_len == 40
+    assert load_pooling(resolved, max_model_len=12).facts.max_model_len == 12
     with pytest.raises(ConfigError, match="above 40"):
-        EmbeddingModel.load(resolved, max_model_len=41)
-    model = EmbeddingModel.load(resolved)
+        load_pooling(resolved, max_model_len=41)
+    model = load_pooling(resolved)
     for wrong in ([], [1] * 41, [VOCABULARY_SIZE], [-1]):
         with pytest.raises(InvalidRequest, match=r"inputs\[1\]"):
             model.encode(_pooling([[1, 2], wrong]))
@@ -123,37 +123,29 @@ def test_limits(tmp_path: Path, bert_folder: Path) -> None:
         pad_token_id=1,
     )
     roberta = _write_folder(tmp_path / "roberta", RobertaModel(config))
-    model = EmbeddingModel.load(resolve_model(str(roberta)))
-    assert model.max_model_len == 32  # two positions are not for tokens
+    model = load_pooling(resolve_model(str(roberta)))
+    assert model.facts.max_model_len == 32  # two positions are not for tokens
     assert np.isfinite(model.encode(_pooling([[5] * 32, [6]]))).all()
 
 
 @pytest.mark.parametrize(
     ("pooling", "kinds", "message"),
     [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, MODULES, "cls_token pooling"),
-        ({"pooling_mode": ["mean", "max"]}, MODULES, "mean and max pooling"),
-        ({"pooling_mode": "lasttoken"}, MODULES, "lasttoken pooling"),
-        (None, ("Transformer", "Pooling", "Dense"), "Dense"),
+        ({"pooling_mode": ["mean", "median"]}, MODULES, "median pooling"),
+        (None, ("Transformer", "Pooling", "CNN"), "CNN"),
+        (None, ("Transformer", "Pooling", "Dense"), "weights"),
     ],
 )
 def test_other_pipelines_are_refused(tmp_path: Path, pooling: Any, kinds: tuple[str, ...], message: str) -> None:
     folder = _write_folder(tmp_path / "model", _tiny_bert(), kinds=kinds, pooling=pooling)
     with pytest.raises(ModelError, match=message):
-        EmbeddingModel.load(resolve_model(str(folder)))
+        load_pooling(resolve_model(str(folder)))
 
 
 def test_the_new_format_of_pooling_is_read(tmp_path: Path) -> None:
     pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}
     folder = _write_folder(tmp_path / "model", _tiny_bert(), pooling=pooling)
-    assert EmbeddingModel.load(resolve_model(str(folder))).dimensions == 32
-
-
-def test_a_default_prompt_is_refused(bert_folder: Path) -> None:
-    settings = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
-    (bert_folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match="prompt of its own"):
-        EmbeddingModel.load(resolve_model(str(bert_folder)))
+    assert load_pooling(resolve_model(str(folder))).facts.dimensions == 32
 
 
 def test_a_missing_pooler_does_not_matter_but_other_weights_do(tmp_path: Path) -> None:
@@ -163,24 +155,24 @@ def test_a_missing_pooler_does_not_matter_but_other_weights_do(tmp_path: Path) -
     path = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("pooler.")}
     save_file(tensors, path, metadata={"format": "pt"})
-    assert EmbeddingModel.load(resolve_model(str(folder))).dimensions == 32
+    assert load_pooling(resolve_model(str(folder))).facts.dimensions == 32
     del tensors["encoder.layer.1.output.dense.bias"]
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"encoder\.layer\.1\.output\.dense\.bias"):
-        EmbeddingModel.load(resolve_model(str(folder)))
+        load_pooling(resolve_model(str(folder)))
 
 
 def test_a_generative_model_is_no_embedding_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not an embedding model"):
-        EmbeddingModel.load(resolve_model(str(make_tiny_llama(tmp_path / "llama"))))
+        load_pooling(resolve_model(str(make_tiny_llama(tmp_path / "llama"))))
 
 
 @pytest.mark.real_model
 def test_minilm_equals_sentence_transformers() -> None:
     resolved = resolve_model("demo-embedding")
     tokenizer = TextTokenizer(read_bundle(resolved.directory))
-    model = EmbeddingModel.load(resolved)
-    assert (model.dimensions, model.max_model_len) == (384, 256)
+    model = load_pooling(resolved)
+    assert (model.facts.dimensions, model.facts.max_model_len) == (384, 256)
     inputs = [tokenizer.encode(entry["text"]) for entry in REFERENCE]
     assert inputs == [entry["token_ids"] for entry in REFERENCE]
     expected = np.array([entry["embedding"] for entry in REFERENCE], dtype=np.float32)

@@ -121,15 +121,14 @@ def test_tasks_are_detected(directory: Path) -> None:
     settings.write_text("not json")
     assert resolve_model(str(directory)).task is Task.EMBED
     settings.write_text(json.dumps({"model_type": "CrossEncoder"}))
-    with pytest.raises(ModelError, match="CrossEncoder"):
-        resolve_model(str(directory))
+    assert resolve_model(str(directory)).task is Task.SCORE
     (directory / "modules.json").unlink()
     assert resolve_model(str(directory)).task is Task.GENERATE
     _change_config(directory, architectures=["LlamaForSequenceClassification"], id2label={"0": "relevance"})
-    with pytest.raises(ModelError, match="scoring model"):
-        resolve_model(str(directory))
+    assert resolve_model(str(directory)).task is Task.SCORE
     _change_config(directory, id2label={"0": "no", "1": "yes"})
     assert resolve_model(str(directory)).task is Task.GENERATE
+    assert resolve_model(str(directory), task=Task.CLASSIFY).task is Task.CLASSIFY
 
 
 def test_max_model_len_may_only_lower_the_limit() -> None:

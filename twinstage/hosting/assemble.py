@@ -31,8 +31,8 @@ from twinstage.types import Role, SequenceSpec, WorkerDescription
 
 if TYPE_CHECKING:
     from twinstage.models.adapt import PagedModel
-    from twinstage.models.embedding import EmbeddingModel
     from twinstage.models.fused.model import FusedModel
+    from twinstage.models.pooling.model import PoolingModel
 
 logger = get_logger(__name__)
 
@@ -176,20 +176,19 @@ def _target(
 
 def build_encoder(
     settings: WorkerSettings, found: FoundModel, *, protocol_version: int
-) -> tuple[EmbeddingModel, WorkerDescription]:
-    """Load an embedding model, which needs no KV memory. Raises ConfigError or ModelError."""
-    from twinstage.models.embedding import EmbeddingModel
+) -> tuple[PoolingModel, WorkerDescription]:
+    """Load a pooling model, which needs no KV memory. Raises ConfigError or ModelError."""
+    from twinstage.models.pooling.load import load_pooling
 
-    encoder = EmbeddingModel.load(
-        found.resolved, threads=settings.compute_threads, max_model_len=settings.max_model_len
-    )
+    encoder = load_pooling(found.resolved, threads=settings.compute_threads, max_model_len=settings.max_model_len)
     description = _describe(
         settings,
         found,
         role=Role.PREFILL,
         protocol_version=protocol_version,
-        max_model_len=encoder.max_model_len,
-        embedding_dimensions=encoder.dimensions,
+        max_model_len=encoder.facts.max_model_len,
+        embedding_dimensions=encoder.facts.dimensions,
+        labels=encoder.facts.labels,
     )
     return encoder, description
 
@@ -225,6 +224,7 @@ def _describe(
     layout: KvLayout | None = None,
     num_blocks: int = 0,
     embedding_dimensions: int = 0,
+    labels: tuple[str, ...] = (),
     numerics: str = "",
 ) -> WorkerDescription:
     return WorkerDescription(
@@ -239,6 +239,7 @@ def _describe(
             tokenizer_fingerprint=found.bundle.fingerprint,
             served_model_name=settings.served_model_name,
             embedding_dimensions=embedding_dimensions,
+            labels=labels,
         ),
         kv_layout_fingerprint=layout.fingerprint if layout is not None else "",
         total_kv_blocks=num_blocks,

@@ -26,6 +26,11 @@ class WorkerSettings(ProcessSettings):
         default="demo",
         description="The model: a local directory, a Hub id (org/name), a .gguf file, 'demo' or 'demo-embedding'.",
     )
+    task: Literal["auto", "generate", "embed", "score", "classify"] = Field(
+        default="auto",
+        description="What the model is used for; auto decides by its files. They do not tell of classifiers with "
+        "several labels (classify), nor of rerankers that answer yes or no (score).",
+    )
     revision: str | None = Field(default=None, description="Revision of a Hub model; used as it is.")
     tokenizer: Path | None = Field(
         default=None,

@@ -38,15 +38,20 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 
 
 def detect_task(directory: Path) -> Task:
-    """What the model in `directory` is for (api.md A5). Raises ModelError for scorers, which are not served yet."""
-    if not (directory / "modules.json").is_file():
-        config = read_json_object(directory / "config.json")
-        if _is_one_label_classifier(config):
-            raise ModelError(f"{directory} holds a scoring model (a classifier of one label), which cannot be served")
-        return Task.GENERATE
-    if _is_cross_encoder(directory / "config_sentence_transformers.json"):
-        raise ModelError(f"{directory} holds a scoring model (a CrossEncoder), which cannot be served")
-    return Task.EMBED
+    """What the model in `directory` is for, as far as its files tell.
+
+    What they do not tell, the operator says: classifiers of several labels and rerankers that generate look like
+    models for generation. Raises ModelError when there is no config.json.
+    """
+    if (directory / "modules.json").is_file():
+        return Task.SCORE if _is_cross_encoder(directory / "config_sentence_transformers.json") else Task.EMBED
+    return Task.SCORE if _is_one_label_classifier(read_json_object(directory / "config.json")) else Task.GENERATE
+
+
+def is_generator(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a causal language model."""
+    architectures = config.get("architectures") or [""]
+    return str(architectures[0]).endswith("ForCausalLM")
 
 
 def effective_max_model_len(config: Mapping[str, Any], requested: int | None = None) -> int:
@@ -66,7 +71,7 @@ def effective_max_model_len(config: Mapping[str, Any], requested: int | None = N
 
 
 def embedding_max_model_len(directory: Path, requested: int | None = None) -> int:
-    """The longest input of a sentence-transformers folder, special tokens included. Errors as above."""
+    """The longest input of a pooling model, special tokens included. Errors as above."""
     config = read_json_object(directory / "config.json")
     positions = _position_limit(config)
     if positions is not None and config.get("model_type") in _OFFSET_POSITION_MODEL_TYPES:

@@ -34,7 +34,7 @@ def load_model(
     """
     report = progress or (lambda _message: None)
     if resolved.task is not Task.GENERATE:
-        raise ModelError(f"{resolved.name} is an embedding model and cannot generate")
+        raise ModelError(f"{resolved.name} is for {resolved.task.value} and cannot generate")
     kv_dtype = kv_dtype or dtype
     for name, value in (("dtype", dtype), ("KV dtype", kv_dtype)):
         if value not in DTYPE_BYTES:

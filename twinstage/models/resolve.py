@@ -17,7 +17,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from twinstage.errors import ModelError
@@ -55,15 +55,21 @@ def resolve_model(
     reference: str,
     revision: str | None = None,
     *,
+    task: Task | None = None,
     cache_directory: Path | None = None,
     progress: Progress | None = None,
 ) -> ResolvedModel:
     """Find the model of `reference`, downloading or converting it when needed.
 
     `revision` is a branch, tag or commit of a Hub model and is taken as it is; without one the Hub's `main` is taken.
-    `progress` is told in words what takes time. Raises ModelError that says what to do.
+    `task` is what the model shall be used for; None leaves that to its files. `progress` is told in words what takes
+    time. Raises ModelError that says what to do.
     """
-    report = progress or _ignore
+    resolved = _resolve(reference, revision, cache_directory=cache_directory, report=progress or _ignore)
+    return resolved if task is None else replace(resolved, task=task)
+
+
+def _resolve(reference: str, revision: str | None, *, cache_directory: Path | None, report: Progress) -> ResolvedModel:
     path = Path(reference).expanduser()
     if reference == "demo":
         return _resolve_demo(cache_directory, report)

@@ -119,6 +119,7 @@ def read_bundle(directory: Path, *, tokenizer_directory: Path | None = None) -> 
         generation_defaults=_generation_defaults(generation_config),
         max_input_tokens=_max_input_tokens(directory, pooling_config, tokenizer_config, model_config),
         lower_case=pooling_config.get("do_lower_case") is True,
+        **_prompts(directory),
     )
 
 
@@ -182,6 +183,23 @@ def _configured_eos(document: Mapping[str, Any]) -> tuple[int, ...]:
 def _generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, GenerationDefault]:
     values = {key: generation_config.get(key) for key in _GENERATION_KEYS}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float))}
+
+
+def _prompts(directory: Path) -> dict[str, Any]:
+    """What sentence-transformers puts before an embedding model's inputs; nothing for other models."""
+    if not (directory / "modules.json").is_file():
+        return {}
+    settings = _read_json(directory / "config_sentence_transformers.json")
+    prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
+    known = {name: text for name, text in prompts.items() if isinstance(text, str)} if isinstance(prompts, dict) else {}
+    if default is not None and default not in known:
+        raise ModelError(f"{directory} has the prompt {default!r} as its default, and no prompt of that name")
+    pooling = _read_json(directory / "1_Pooling" / "config.json")
+    return {
+        "prompts": known,
+        "default_prompt_name": default,
+        "pools_prompt": pooling.get("include_prompt") is not False,
+    }
 
 
 def _max_input_tokens(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import groupby
 
 from tokenizers import Tokenizer
 
@@ -70,6 +71,15 @@ class TextTokenizer:
         """Split text into token ids, by default with the special tokens that the model expects around an input."""
         return self._tokenizer.encode(self._prepared(text), add_special_tokens=add_special_tokens).ids
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a tokenizer lives as long as its model
+    def prompt_tokens(self, prompt: str) -> int:
+        """How many tokens at the beginning of an input are of `prompt`, by sentence-transformers' rule.
+
+        They are counted in the prompt alone, without a special token at its end.
+        """
+        token_ids = self.encode(prompt) if prompt else []
+        return len(token_ids) - bool(token_ids and token_ids[-1] in self.special_token_ids)
+
     def encode_truncated(self, text: str, *, max_tokens: int, keep_last: bool) -> list[int]:
         """Split text into at most `max_tokens` ids, special tokens included.
 
@@ -87,13 +97,22 @@ class TextTokenizer:
         With `max_tokens` the longer text loses tokens at its end, then both in turn, until all fit, special tokens
         included (Transformers calls this "longest_first"). Special tokens are never cut.
         """
-        pair = [self._tokenizer.encode(self._prepared(text), add_special_tokens=False) for text in (first, second)]
-        if max_tokens is not None:
-            room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=True))
-            for encoding, kept in zip(pair, _longest_first(len(pair[0]), len(pair[1]), room), strict=True):
-                encoding.truncate(kept)
-        encoding = self._tokenizer.post_process(pair[0], pair[1], add_special_tokens=True)
-        return encoding.ids, encoding.type_ids
+        texts = [self._prepared(text) for text in (first, second)]
+        whole = self._tokenizer.encode(texts[0], texts[1])
+        if max_tokens is None or len(whole.ids) <= max_tokens:
+            return whole.ids, whole.type_ids
+        pair = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=True))
+        kept = _longest_first(len(pair[0]), len(pair[1]), room)
+        for encoding, length in zip(pair, kept, strict=True):
+            encoding.truncate(length)
+        cut = self._tokenizer.post_process(pair[0], pair[1], add_special_tokens=True)
+        # Not every post-processor sets the types, so they come from the whole input; its special tokens are all kept.
+        types: list[int] = []
+        for text, run in groupby(zip(whole.sequence_ids, whole.type_ids, strict=True), key=lambda token: token[0]):
+            of_run = [token_type for _, token_type in run]
+            types += of_run if text is None else of_run[: kept[text]]
+        return cut.ids, types
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Join token ids into text. Ids that are not in the vocabulary give no text."""
