@@ -112,10 +112,7 @@ class BlockPool:
             return dropped
 
     def add_free_listener(self, callback: Callable[[], None]) -> None:
-        """Call `callback` each time after blocks were freed, outside the lock, on the thread that freed them.
-
-        It must be quick and must not raise.
-        """
+        """After blocks were freed, call `callback` outside the lock, on that thread; it is quick and never raises."""
         with self._lock:
             self._free_listeners = (*self._free_listeners, callback)
 
