@@ -30,11 +30,11 @@ def _processes_of_session(session: int) -> list[str]:
     return found
 
 
-def test_demo_prints_an_answer_that_crossed_three_processes() -> None:
+def test_demo_prints_an_answer_that_crossed_three_processes_and_a_ranked_search() -> None:
     demo = subprocess.Popen(
         [TWINSTAGE, "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    output, errors = demo.communicate(timeout=150)
+    output, errors = demo.communicate(timeout=240)
     assert demo.returncode == 0, errors
     everything = output + errors
     assert "What is the capital of France?" in everything
@@ -42,6 +42,10 @@ def test_demo_prints_an_answer_that_crossed_three_processes() -> None:
     for phase in ("queue", "tokenize", "prefill", "transfer", "first token", "decode", "total"):
         assert re.search(rf"{phase}.*\d ms", everything), phase
     assert re.search(r"shm", everything)
+    ranked = re.findall(r"^ *(\d) +(-?\d\.\d{4}) +(\d) +\S", output, re.MULTILINE)
+    assert [rank for rank, _, _ in ranked] == ["1", "2", "3", "4", "5"]
+    assert {place for _, _, place in ranked[:2]} == {"2", "4"}, "the lake and the pool"
+    assert [float(score) for _, score, _ in ranked] == sorted((float(score) for _, score, _ in ranked), reverse=True)
     assert not _processes_of_session(demo.pid), "the demo left processes behind"
 
 

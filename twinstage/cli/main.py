@@ -43,10 +43,10 @@ def serve(*, cluster: ClusterFlags, engine: EngineFlags) -> None:
 @app.command()
 @takes_flag_groups
 def demo(*, engine: EngineFlags) -> None:
-    """Start a cluster on the demo model, ask it one question, show where the time went, and stop it."""
+    """Start a cluster on the demo models, ask it a question, search a few texts by their meaning, and stop it."""
     from twinstage.cli import demo as command
 
-    cluster = ClusterFlags(port=0, pin_cpus=False, kv_cache_bytes="384MiB")
+    cluster = ClusterFlags(model=["demo", "demo-embedding"], port=0, pin_cpus=False, kv_cache_bytes="384MiB")
     command.demo(cluster.config(engine), start_timeout_s=engine.start_timeout)
 
 
