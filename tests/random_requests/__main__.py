@@ -25,7 +25,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="twinstage-random-") as directory:
         model = str(make_tiny_llama(Path(directory) / "tiny"))
         with ProcessCluster(Path(directory)) as cluster:
+            embedding = cluster.launch_worker("prefill", "demo-embedding")
             cluster.start_workers(model, decode=2, flags=("--weights", "fp32", "--kv-cache-bytes", "8MiB"))
+            cluster.wait_ready(embedding)
             cluster.start_router("--trust-request-chat-template", "--tool-parser", "hermes")
             before = _answer(cluster)
             report = asyncio.run(send_all(cluster.address, found))
