@@ -1,7 +1,7 @@
 """A prefill worker for a pooling model: a prefill that never decodes.
 
-Calls that wait while a batch is computed go into the next one together, in the order in which they came, up to a
-number of tokens; so many small calls cost one forward pass. A call is never split.
+What waits is computed in batches of a bounded number of tokens. A batch takes one input of each waiting call in turn,
+so a call may be spread over several batches and a small call is not held up by a large one before it.
 """
 
 from __future__ import annotations
@@ -51,21 +51,59 @@ class Encoded:
     compute_s: float
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Call:
-    inputs: list[PoolingInput]
+    """One call; `left` are the indices of the inputs that no batch has taken yet, the longest first."""
+
+    inputs: Sequence[PoolingInput]
     task: PoolingTask
     normalize: bool
     result: asyncio.Future[Encoded]
+    left: deque[int] = field(init=False)
+    results: dict[int, bytes] = field(default_factory=dict)
     arrived_s: float = field(default_factory=time.monotonic)
+    started_s: float | None = None
+    compute_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        by_length = sorted(range(len(self.inputs)), key=lambda index: -len(self.inputs[index].token_ids))
+        self.left = deque(by_length)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(entry.token_ids) for entry in self.inputs)
+    def waiting_tokens(self) -> int:
+        return sum(len(self.inputs[index].token_ids) for index in self.left)
 
     def goes_with(self, other: _Call) -> bool:
         """Whether both can be computed in one batch."""
         return (self.task, self.normalize) == (other.task, other.normalize)
+
+    def answer_if_complete(self) -> None:
+        if len(self.results) == len(self.inputs) and not self.result.done():
+            assert self.started_s is not None
+            vectors = tuple(self.results[index] for index in range(len(self.inputs)))
+            queue_s = self.started_s - self.arrived_s
+            self.result.set_result(Encoded(vectors=vectors, queue_s=queue_s, compute_s=self.compute_s))
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Inputs that are computed together, each with its call."""
+
+    items: list[tuple[_Call, int]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def calls(self) -> list[_Call]:
+        return list(dict.fromkeys(call for call, _ in self.items))
+
+    def take(self, call: _Call, max_tokens: int) -> bool:
+        """Take the next input of a call if it fits; the first one always does."""
+        size = len(call.inputs[call.left[0]].token_ids)
+        if self.items and (self.tokens + size > max_tokens or not call.goes_with(self.items[0][0])):
+            return False
+        self.items.append((call, call.left.popleft()))
+        self.tokens += size
+        return True
 
 
 class EmbeddingWorker:
@@ -105,12 +143,7 @@ class EmbeddingWorker:
             return Encoded(vectors=(), queue_s=0.0, compute_s=0.0)
         if len(self._waiting) >= MAX_WAITING_CALLS:
             raise Overloaded(f"{MAX_WAITING_CALLS} encode calls wait already")
-        call = _Call(
-            inputs=list(inputs),
-            task=task,
-            normalize=normalize,
-            result=asyncio.get_running_loop().create_future(),
-        )
+        call = _Call(list(inputs), task, normalize, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self.loads.changed()
         if self._pump is None:
@@ -135,49 +168,52 @@ class EmbeddingWorker:
 
     async def _compute_waiting(self) -> None:
         """Compute batches until nothing waits."""
-        while batch := self._next_batch():
-            self._running = batch
+        while (batch := self._next_batch()).items:
+            self._running = batch.calls
             self.loads.changed()
             await self._compute(batch)
-            self._finished += len(batch)
+            self._finished += sum(call.result.done() for call in self._running)
         self._running = []
         self._pump = None
         self.loads.changed()
 
-    def _next_batch(self) -> list[_Call]:
-        batch: list[_Call] = []
-        tokens = 0
-        while self._waiting:
-            call = self._waiting[0]
-            if call.result.done():
-                self._waiting.popleft()
-                continue
-            fits = tokens + call.num_tokens <= self._max_tokens_per_batch
-            if batch and not (fits and call.goes_with(batch[0])):
-                break
-            batch.append(self._waiting.popleft())
-            tokens += call.num_tokens
+    def _next_batch(self) -> _Batch:
+        """One input of each call in turn, until nothing more fits. Those who got less come first the next time."""
+        batch = _Batch()
+        self._waiting = deque(call for call in self._waiting if not call.result.done())
+        taken = True
+        while taken:
+            taken, passed, served = False, deque[_Call](), []
+            for call in self._waiting:
+                if not batch.take(call, self._max_tokens_per_batch):
+                    passed.append(call)
+                    continue
+                taken = True
+                if call.left:
+                    served.append(call)
+            self._waiting = passed + deque(served)
         return batch
 
-    async def _compute(self, batch: list[_Call]) -> None:
+    async def _compute(self, batch: _Batch) -> None:
         started_s = time.monotonic()
-        inputs = [entry for call in batch for entry in call.inputs]
+        for call in batch.calls:
+            call.started_s = call.started_s or started_s
+        inputs = [call.inputs[index] for call, index in batch.items]
+        first = batch.items[0][0]
         try:
-            vectors = await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._encode, inputs, batch[0].task, batch[0].normalize
+            results = await asyncio.get_running_loop().run_in_executor(
+                self._executor, self._encode, inputs, first.task, first.normalize
             )
         except TwinstageError as error:
-            for call in batch:
+            for call in batch.calls:
                 if not call.result.done():
                     call.result.set_exception(error)
             return
-        compute_s = time.monotonic() - started_s
-        start = 0
-        for call in batch:
-            part = vectors[start : start + len(call.inputs)]
-            start += len(call.inputs)
-            if not call.result.done():
-                call.result.set_result(Encoded(vectors=part, queue_s=started_s - call.arrived_s, compute_s=compute_s))
+        for (call, index), result in zip(batch.items, results, strict=True):
+            call.results[index] = result
+        for call in batch.calls:
+            call.compute_s += time.monotonic() - started_s
+            call.answer_if_complete()
 
     def _encode(self, inputs: list[PoolingInput], task: PoolingTask, normalize: bool) -> tuple[bytes, ...]:
         try:
@@ -195,10 +231,10 @@ class EmbeddingWorker:
         return WorkerLoad(
             running=len(self._running),
             waiting=len(self._waiting),
-            waiting_tokens=sum(call.num_tokens for call in self._waiting),
+            waiting_tokens=sum(call.waiting_tokens for call in self._waiting),
             finished=self._finished,
             draining=self._door.is_closed,
-            unfinished=len(self._running) + len(self._waiting),
+            unfinished=len({*self._running, *self._waiting}),
         )
 
     def reset_prefix_cache(self) -> int:

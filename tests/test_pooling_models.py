@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from tiny_models import CHAT_TEMPLATE, VOCABULARY_SIZE, make_tiny_model, write_tiny_tokenizer
-from twinstage.errors import ModelError, TaskNotSupported
+from twinstage.errors import ConfigError, ModelError, TaskNotSupported
 from twinstage.models.pooling.load import load_pooling
 from twinstage.models.resolve import resolve_model
 from twinstage.text.bundle import read_bundle
@@ -91,6 +91,18 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     expected = _stock(folder).encode(TEXTS)
     assert np.abs(expected[0] - expected[2]).max() > 0.01
     np.testing.assert_allclose(_encode(folder, TEXTS, normalize=False), expected, atol=TOLERANCE)
+
+
+def test_packed_models_in_bfloat16_are_close_and_others_refuse_it(tmp_path: Path) -> None:
+    folder = _embedder(tmp_path, "xlm-roberta")
+    tokenizer = TextTokenizer(read_bundle(folder))
+    inputs = [PoolingInput(token_ids=tokenizer.encode(text)) for text in TEXTS]
+    vectors = np.array(load_pooling(resolve_model(str(folder)), dtype="bfloat16").encode(inputs))
+    expected = _stock(folder).encode(TEXTS, normalize_embeddings=True)
+    assert (vectors * expected).sum(axis=1).min() > 0.999
+    assert np.abs(vectors - expected).max() > TOLERANCE  # it is another precision
+    with pytest.raises(ConfigError, match="float32 only"):
+        load_pooling(resolve_model(str(_embedder(tmp_path / "other", "mpnet"))), dtype="bfloat16")
 
 
 def test_every_way_of_pooling_and_every_module_after_it(tmp_path: Path) -> None:

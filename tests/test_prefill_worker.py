@@ -741,6 +741,38 @@ async def test_a_batch_has_a_limit_and_a_large_call_goes_alone() -> None:
         assert [size for size, _ in encoder.batches] == [3, 1, 1]
 
 
+async def test_a_small_call_does_not_wait_for_all_of_a_large_one_before_it() -> None:
+    encoder = StandInEncoder()
+    encoder.gate.set()
+    async with _embedding(encoder, max_tokens=8) as worker:
+        finished: list[str] = []
+
+        async def call(name: str, inputs: list[list[int]]) -> None:
+            encoded = await worker.encode(_pooling(inputs), normalize=True)
+            assert _vectors(encoded.vectors) == [[float(sum(item)), float(len(item))] for item in inputs]
+            finished.append(name)
+
+        large = asyncio.ensure_future(call("large", [[n] * (1 + n % 4) for n in range(40)]))
+        await asyncio.sleep(0)
+        await asyncio.gather(large, call("small", [[7, 7]]), call("middle", [[1, 2], [3]]))
+        assert finished == ["small", "middle", "large"]
+        assert max(size for size, _ in encoder.batches) <= 8
+
+
+async def test_of_a_cancelled_call_no_further_input_is_computed() -> None:
+    encoder = StandInEncoder()
+    async with _embedding(encoder, max_tokens=2) as worker:
+        call = asyncio.ensure_future(worker.encode(_pooling([[1], [2], [3], [4], [5]]), normalize=True))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        assert (await anext(worker.loads.watch(1.0))).waiting_tokens == 3
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        encoder.gate.set()
+        await worker.wait_idle()
+        assert [size for size, _ in encoder.batches] == [2]
+
+
 async def test_a_cancelled_call_is_not_computed_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()

@@ -95,6 +95,8 @@ def build_engine(
     speculation: SpeculationOptions | None = None,
 ) -> tuple[EngineParts, WorkerDescription]:
     """Load a generative model and build its engine. Raises ConfigError or ModelError."""
+    if settings.dtype != "float32":
+        raise ConfigError(f"--dtype {settings.dtype} is for embedding models; {found.resolved.name} generates")
     model = load_chosen(
         found.resolved,
         weights=settings.weights,
@@ -180,7 +182,12 @@ def build_encoder(
     """Load a pooling model, which needs no KV memory. Raises ConfigError or ModelError."""
     from twinstage.models.pooling.load import load_pooling
 
-    encoder = load_pooling(found.resolved, threads=settings.compute_threads, max_model_len=settings.max_model_len)
+    encoder = load_pooling(
+        found.resolved,
+        threads=settings.compute_threads,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+    )
     description = _describe(
         settings,
         found,

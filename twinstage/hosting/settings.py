@@ -80,7 +80,10 @@ class WorkerSettings(ProcessSettings):
         "kernels of its own, which are compiled at the first start; auto takes fp32 where the model has a shape they "
         "know, and stock modules elsewhere.",
     )
-    dtype: Literal["float32"] = Field(default="float32", description="Number format of weights.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Number format of weights; bfloat16 is for embedding models of BERT's kin alone.",
+    )
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
         description="Number format of keys and values, the same for prefill and decode workers; auto takes, "

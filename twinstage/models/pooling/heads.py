@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +16,18 @@ from twinstage.models.pooling.pool import pool
 from twinstage.types import PoolingInput, PoolingTask
 
 
-class Head(Protocol):
-    """Computes one batch. `pads` says whether inputs of different lengths may be in it."""
+class Batching(enum.Enum):
+    """What may be computed together."""
 
-    pads: bool
+    PACKED = "packed"  # inputs of any lengths, which are put one after the other
+    PADDED = "padded"  # inputs of any lengths, which are padded to the longest
+    EQUAL = "equal"  # inputs of one length
+
+
+class Head(Protocol):
+    """Computes one batch."""
+
+    batching: Batching
 
     def compute(self, inputs: Sequence[PoolingInput], task: PoolingTask) -> Sequence[torch.Tensor]:
         """One tensor per input, in order, in float32. Runs in inference mode."""
@@ -27,12 +36,16 @@ class Head(Protocol):
 class Backbone(Protocol):
     """Token ids to hidden states."""
 
+    batching: Batching
+
     def hidden(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
         """[tokens of all inputs, one input after the other, without padding; size] in float32."""
 
 
 class StockBackbone:
     """A model of Transformers, which takes padded batches."""
+
+    batching = Batching.PADDED
 
     def __init__(self, model: Any, *, takes_token_types: bool) -> None:
         self._model = model
@@ -47,9 +60,8 @@ class StockBackbone:
 class EmbeddingHead:
     """A vector of each input, or of each token."""
 
-    pads = True
-
     def __init__(self, backbone: Backbone, *, modes: Sequence[str], steps: Sequence[Step]) -> None:
+        self.batching = backbone.batching
         self._backbone = backbone
         self._modes = modes
         self._steps = steps
@@ -75,7 +87,7 @@ class ClassifierHead:
         self._activation = activation
         self._takes_token_types = takes_token_types
         # Decoders look for the last token by the padding's id, and without one take no padded batch.
-        self.pads = model.config.pad_token_id is not None
+        self.batching = Batching.EQUAL if model.config.pad_token_id is None else Batching.PADDED
 
     def compute(self, inputs: Sequence[PoolingInput], task: PoolingTask) -> Sequence[torch.Tensor]:
         arguments = padded(inputs, self._model.config, takes_token_types=self._takes_token_types)
@@ -85,7 +97,7 @@ class ClassifierHead:
 class YesNoHead:
     """A generative reranker: how much likelier the next token is yes than no, through an activation: [1]."""
 
-    pads = True
+    batching = Batching.PADDED
 
     def __init__(
         self, model: Any, *, yes: int, no: int | None, activation: Callable[[torch.Tensor], torch.Tensor]

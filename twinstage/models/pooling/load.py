@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from twinstage.errors import ModelError
+from twinstage.errors import ConfigError, ModelError
 from twinstage.models.config_files import (
     embedding_max_model_len,
     is_generator,
@@ -18,30 +18,35 @@ from twinstage.models.pooling import heads
 from twinstage.models.pooling.after_pooling import find_activation, load_steps
 from twinstage.models.pooling.layout import read_pipeline, score_activation, yes_no_ids
 from twinstage.models.pooling.model import PoolingFacts, PoolingModel
+from twinstage.models.pooling.packed_bert import PackedBert, can_be_packed
 from twinstage.models.resolve import ResolvedModel
 from twinstage.types import PoolingInput, PoolingTask, Task
 
 
 def load_pooling(
-    resolved: ResolvedModel, threads: int | None = None, *, max_model_len: int | None = None
+    resolved: ResolvedModel, threads: int | None = None, *, max_model_len: int | None = None, dtype: str = "float32"
 ) -> PoolingModel:
-    """Load `resolved` in float32, computing with `threads` threads (for the whole process; None changes nothing).
+    """Load `resolved`, computing with `threads` threads (for the whole process; None changes nothing).
 
-    `max_model_len` may only lower the model's limit. Raises ModelError when the folder asks for what cannot be served,
-    ConfigError for a wrong `max_model_len`.
+    `max_model_len` may only lower the model's limit. `dtype` bfloat16 is for embedders that `packed_bert` knows. Raises
+    ModelError when the folder asks for what cannot be served, ConfigError for a wrong `max_model_len` or `dtype`.
     """
-    makers = {Task.EMBED: _load_embedder, Task.SCORE: _load_scorer, Task.CLASSIFY: _load_classifier}
-    if resolved.task not in makers:
+    makers = {Task.SCORE: _load_scorer, Task.CLASSIFY: _load_classifier}
+    if resolved.task is not Task.EMBED and resolved.task not in makers:
         raise ModelError(
             f"{resolved.name} is for {resolved.task.value}: not an embedding model, nor another that pools"
         )
     limit = embedding_max_model_len(resolved.directory, max_model_len)
     if threads is not None:
         torch.set_num_threads(threads)
+    if resolved.task is Task.EMBED:
+        return _load_embedder(resolved.directory, limit, dtype)
+    if dtype != "float32":
+        raise ConfigError(f"{resolved.name} is for {resolved.task.value}, which is computed in float32 only")
     return makers[resolved.task](resolved.directory, limit)
 
 
-def _load_embedder(directory: Path, limit: int) -> PoolingModel:
+def _load_embedder(directory: Path, limit: int, dtype: str) -> PoolingModel:
     if not (directory / "modules.json").is_file():
         raise ModelError(f"{directory} is no embedding model: it has no modules.json, which says how it pools")
     pipeline = read_pipeline(directory)
@@ -50,7 +55,11 @@ def _load_embedder(directory: Path, limit: int) -> PoolingModel:
         raise ModelError(f"{directory} puts a prompt of its own before every text, which is not served")
     steps = load_steps(pipeline.after_pooling)
     model = heads.load_encoder(directory)
-    backbone = heads.StockBackbone(model, takes_token_types=False)
+    backbone: heads.Backbone = heads.StockBackbone(model, takes_token_types=False)
+    if can_be_packed(model):
+        backbone = PackedBert(model, getattr(torch, dtype))
+    elif dtype != "float32":
+        raise ConfigError(f"{directory} is a {model.config.model_type}, which is computed in float32 only")
     head = heads.EmbeddingHead(backbone, modes=pipeline.pooling_modes, steps=steps)
     with torch.inference_mode():
         (vector,) = head.compute([PoolingInput(token_ids=[0])], PoolingTask.EMBED)

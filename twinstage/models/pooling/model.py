@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from twinstage.errors import FieldViolation, InvalidRequest, TaskNotSupported
-from twinstage.models.pooling.heads import Head
+from twinstage.models.pooling.heads import Batching, Head
 from twinstage.types import POOLING_TASKS, PoolingInput, PoolingTask, Task
 
-_MAX_BATCH_TOKENS = 4096  # padding included
+# Packed batches are small, so that what is between two layers stays in the cache.
+_MAX_BATCH_TOKENS = {Batching.PACKED: 1024, Batching.PADDED: 4096, Batching.EQUAL: 4096}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class PoolingModel:
         self._check(inputs)
         scales = normalize and task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
         results: dict[int, NDArray[np.float32]] = {}
-        for batch in _batches([len(entry.token_ids) for entry in inputs], mixes=self._head.pads):
+        for batch in _batches([len(entry.token_ids) for entry in inputs], self._head.batching):
             with torch.inference_mode():
                 for index, result in zip(batch, self._head.compute([inputs[i] for i in batch], task), strict=True):
                     results[index] = (torch.nn.functional.normalize(result, dim=-1) if scales else result).numpy()
@@ -71,18 +72,19 @@ class PoolingModel:
             raise InvalidRequest(violations)
 
 
-def _batches(lengths: Sequence[int], *, mixes: bool) -> Iterator[list[int]]:
-    """Indices of the inputs, the longest first, in batches that are small when padded to their longest.
-
-    Unless it `mixes`, all inputs of a batch have one length.
-    """
+def _batches(lengths: Sequence[int], batching: Batching) -> Iterator[list[int]]:
+    """Indices of the inputs, the longest first, in batches of a bounded size, padding included."""
     batch: list[int] = []
+    size = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch:
-            is_full = (len(batch) + 1) * lengths[batch[0]] > _MAX_BATCH_TOKENS
-            if is_full or not (mixes or lengths[index] == lengths[batch[0]]):
+            longest = lengths[batch[0]]
+            taken = lengths[index] if batching is Batching.PACKED else longest
+            is_full = size + taken > _MAX_BATCH_TOKENS[batching]
+            if is_full or (batching is Batching.EQUAL and lengths[index] != longest):
                 yield batch
-                batch = []
+                batch, size = [], 0
         batch.append(index)
+        size += lengths[index] if batching is Batching.PACKED else lengths[batch[0]]
     if batch:
         yield batch
