@@ -34,6 +34,12 @@ def can_do(model: ServedModel, work: Work) -> bool:
     return model.description.task in _DONE_BY[work]
 
 
+def check_can_do(model: ServedModel, work: Work) -> None:
+    """Raises TaskNotSupported."""
+    if not can_do(model, work):
+        raise TaskNotSupported(f"model {model.name!r} cannot {work.value}; choose another model")
+
+
 def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | None) -> ServedModel:
     """The model of that name that can do `work`; an empty name means the only one that can.
 
@@ -47,8 +53,8 @@ def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | Non
                 resource_type="model",
                 resource_name=name,
             )
-        if work is not None and not can_do(model, work):
-            raise TaskNotSupported(f"model {name!r} cannot {work.value}; choose another model")
+        if work is not None:
+            check_can_do(model, work)
         return model
     able = {name: model for name, model in models.items() if work is None or can_do(model, work)}
     if len(able) == 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from router.catalog import Work, find_model
+from router.catalog import Work, check_can_do, find_model
 from router.embedding_admission import AdmittedInput, admit_inputs
 from router.encoder import BatchEncoder, EncodingCall, EncodingTally, Vector
 from router.failover import FailoverPolicy
@@ -91,7 +91,10 @@ class Embedding:
         self, raw: RawEncodeRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
     ) -> EmbeddingResult:
         """Embed all inputs of one call. Raises TwinstageError."""
-        model = self.find_model(raw.model, work_of(raw.task))
+        wanted = list(dict.fromkeys(work_of(parameters.task) for parameters in raw.all_parameters))
+        model = self.find_model(raw.model, wanted[0])
+        for work in wanted:
+            check_can_do(model, work)
         call = PoolingCall(
             model=model,
             num_inputs=len(raw.inputs),

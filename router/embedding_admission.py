@@ -8,7 +8,15 @@ from router.limits import MAX_INPUTS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.text.tokenizer import TextTokenizer
-from twinstage.types import POOLING_TASKS, PoolingTask, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+from twinstage.types import (
+    POOLING_TASKS,
+    PoolingParameters,
+    PoolingTask,
+    RawEncodeRequest,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+)
 
 _VECTOR_TASKS = frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED})
 
@@ -41,48 +49,86 @@ def input_limit(model: ServedModel) -> int:
 
 def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInput]:
     """Check, tokenize and truncate. Runs in a thread. Raises InvalidRequest with all violations."""
-    task = raw.task or POOLING_TASKS[model.description.task][0]
     violations = Violations()
     violations.check_request_id(raw.request_id)
-    _check_options(violations, raw, model, task)
     if not raw.inputs:
         violations.add(raw.inputs_field, "must not be empty")
     if len(raw.inputs) > MAX_INPUTS:
         violations.add(raw.inputs_field, f"must have at most {MAX_INPUTS} entries, has {len(raw.inputs)}")
+    options = _checked_options(violations, raw, model)
     violations.raise_any()
-    whole = raw.dimensions is None or raw.dimensions == model.description.embedding_dimensions
-    prompt = prompt_text(model, raw.prompt_name)
-    unpooled = unpooled_tokens(model, prompt)
     inputs: list[AdmittedInput] = []
     wrong = 0
     for index, entry in enumerate(raw.inputs):
-        token_ids, error_path, error = admit_input(entry, raw.truncation, model, prompt=prompt)
+        chosen = options[index if len(options) > 1 else 0]
+        token_ids, error_path, error = admit_input(entry, chosen.truncation, model, prompt=chosen.prompt)
         if error and wrong < MAX_LISTED_PER_FIELD:
             violations.add(_path(raw, index) + ("" if raw.inputs_field == "texts" else error_path), error)
             wrong += 1
         inputs.append(
             AdmittedInput(
                 token_ids=tuple(token_ids),
-                normalize=raw.normalize and task in _VECTOR_TASKS,
-                dimensions=None if whole else raw.dimensions,
-                task=task,
-                unpooled_tokens=unpooled if isinstance(entry, TextPrompt) else 0,
+                normalize=chosen.normalize,
+                dimensions=chosen.dimensions,
+                task=chosen.task,
+                unpooled_tokens=chosen.unpooled_tokens if isinstance(entry, TextPrompt) else 0,
             )
         )
     violations.raise_any()
     return inputs
 
 
-def _check_options(violations: Violations, raw: RawEncodeRequest, model: ServedModel, task: PoolingTask) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """How an input is encoded; `dimensions` is None for all."""
+
+    task: PoolingTask
+    truncation: Truncation
+    normalize: bool
+    dimensions: int | None
+    prompt: str
+    unpooled_tokens: int
+
+
+def _checked_options(violations: Violations, raw: RawEncodeRequest, model: ServedModel) -> list[_Options]:
+    """One for all inputs, or one per input."""
+    num_parameters, num_inputs = len(raw.parameters), len(raw.inputs)
+    if num_parameters > 1 and num_parameters != num_inputs:
+        violations.add(
+            "parameters",
+            f"has {num_parameters} entries, inputs has {num_inputs}: give one for all inputs, or one per input",
+        )
+        return []
+    known: dict[PoolingParameters, _Options] = {}  # most inputs have the same
+    for index, parameters in enumerate(raw.all_parameters):
+        if parameters not in known:
+            prefix = f"parameters[{index}]." if raw.parameters else ""
+            known[parameters] = _options(violations, prefix, parameters, model)
+    return [known[parameters] for parameters in raw.all_parameters]
+
+
+def _options(violations: Violations, prefix: str, parameters: PoolingParameters, model: ServedModel) -> _Options:
+    task = parameters.task or POOLING_TASKS[model.description.task][0]
+    size = model.description.embedding_dimensions
+    truncation = parameters.truncation or Truncation()
     if task in _VECTOR_TASKS:
-        violations.check_number("dimensions", raw.dimensions, low=1, high=model.description.embedding_dimensions)
-    elif raw.dimensions is not None:
-        violations.add("dimensions", f"is for vectors, and the task {task.value} gives none; leave it out")
-    violations.check_number("truncation.tokens", raw.truncation.tokens, low=1, high=input_limit(model))
+        violations.check_number(f"{prefix}dimensions", parameters.dimensions, low=1, high=size)
+    elif parameters.dimensions is not None:
+        violations.add(f"{prefix}dimensions", f"is for vectors, and the task {task.value} gives none; leave it out")
+    violations.check_number(f"{prefix}truncation.tokens", truncation.tokens, low=1, high=input_limit(model))
     prompts = model.tokenizer.bundle.prompts
-    if raw.prompt_name and raw.prompt_name not in prompts:
+    if parameters.prompt_name and parameters.prompt_name not in prompts:
         names = f"has {', '.join(sorted(prompts))}" if prompts else "has none"
-        violations.add("prompt_name", f"the model has no such prompt; it {names}")
+        violations.add(f"{prefix}prompt_name", f"the model has no such prompt; it {names}")
+    prompt = prompt_text(model, parameters.prompt_name)
+    return _Options(
+        task=task,
+        truncation=truncation,
+        normalize=parameters.normalize is not False and task in _VECTOR_TASKS,
+        dimensions=None if parameters.dimensions == size else parameters.dimensions,
+        prompt=prompt,
+        unpooled_tokens=unpooled_tokens(model, prompt),
+    )
 
 
 def prompt_text(model: ServedModel, name: str | None) -> str:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-from router.catalog import can_do
+from router.catalog import check_can_do
 from router.embedding import Embedding, work_of
 from router.embedding_admission import AdmittedInput
 from router.encoder import EncodingCall, Vector
@@ -24,7 +24,6 @@ from twinstage.errors import (
     FieldViolation,
     InternalError,
     InvalidRequest,
-    TaskNotSupported,
     TwinstageError,
     Unavailable,
 )
@@ -146,8 +145,7 @@ class EmbeddingStream:
         name, model = self._model
         if request.model not in {name, model.name}:
             raise InvalidRequest([FieldViolation("model", f"must be the same in the whole stream, {model.name!r}")])
-        if not can_do(model, work_of(request.task)):
-            raise TaskNotSupported(f"model {model.name!r} cannot {work_of(request.task).value}")
+        check_can_do(model, work_of(request.task))
         return model
 
     async def _encode(self, admitted: list[tuple[_Waiting, AdmittedInput]], *, deadline_s: float) -> None:

@@ -122,6 +122,47 @@ async def test_one_vector_per_token() -> None:
         assert list(results[0].values) == [float(value) for token_id in token_ids for value in (1, token_id)]
 
 
+async def test_parameters_are_one_for_all_or_one_per_input() -> None:
+    prompts = {"query": "qu"}
+    bundle = replace(BUNDLE, prompts=prompts)
+    async with pooling(make_model(task=Task.EMBED, bundle=bundle), bundle) as channel:
+        inputs = [embedding_pb2.EncodeInput(text=text) for text in ("abc", "ab", "a")]
+        each = [
+            embedding_pb2.EncodeParameters(task=TOKEN_EMBED, normalize=False),
+            embedding_pb2.EncodeParameters(prompt_name="query", dimensions=1),
+            embedding_pb2.EncodeParameters(),
+        ]
+        request = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
+        before = request.SerializeToString(deterministic=True)
+        results = (await embedding(channel).Encode(request, timeout=10)).embeddings
+        assert request.SerializeToString(deterministic=True) == before
+        assert [(result.rows, result.dimensions, result.prompt_tokens) for result in results] == [
+            (3, 4, 3),
+            (1, 1, 4),
+            (1, 4, 1),
+        ]
+        assert results[0].values[0] == 1.0, "not scaled"
+        request.task = embedding_pb2.POOLING_TASK_EMBED
+        results = (await embedding(channel).Encode(request, timeout=10)).embeddings
+        assert [result.rows for result in results] == [1, 1, 1], "the request's own task goes before"
+        for_all = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each[1:2])
+        results = (await embedding(channel).Encode(for_all, timeout=10)).embeddings
+        assert [(result.dimensions, result.prompt_tokens) for result in results] == [(1, 5), (1, 4), (1, 3)]
+        wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each[:2])
+        error = await failing(embedding(channel).Encode(wrong, timeout=10))
+        (violation,) = details(error)["BadRequest"].field_violations
+        assert violation.field == "parameters"
+        assert "has 2 entries, inputs has 3" in violation.description
+        each[2].dimensions = 99
+        wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
+        error = await failing(embedding(channel).Encode(wrong, timeout=10))
+        assert [entry.field for entry in details(error)["BadRequest"].field_violations] == ["parameters[2].dimensions"]
+        each[2] = embedding_pb2.EncodeParameters(task=embedding_pb2.POOLING_TASK_CLASSIFY)
+        wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
+        error = await failing(embedding(channel).Encode(wrong, timeout=10))
+        assert details(error)["ErrorInfo"].reason == "TASK_NOT_SUPPORTED"
+
+
 async def test_a_thousand_vectors_of_a_thousand_numbers_fit_into_a_stream() -> None:
     bundle = make_bundle(max_input_tokens=1024)
     model = make_model(task=Task.EMBED, bundle=bundle, max_model_len=1024)

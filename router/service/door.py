@@ -83,6 +83,7 @@ def check_encode(request: embedding_pb2.EncodeRequest) -> None:
     violations = Violations()
     _check_model(violations, request)
     _check_count(violations, "inputs", request.inputs, MAX_INPUTS)
+    _check_count(violations, "parameters", request.parameters, MAX_INPUTS)
     for index, entry in enumerate(request.inputs[:MAX_INPUTS]):
         _check_count(violations, f"inputs[{index}].token_ids.ids", entry.token_ids.ids, MAX_TOKEN_IDS)
     violations.raise_any()

@@ -13,7 +13,15 @@ from typing import Any
 
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_values import optional_from_proto
-from twinstage.types import EmbeddingFormat, PoolingTask, RawEncodeRequest, TextPrompt, TokenPrompt, Truncation
+from twinstage.types import (
+    EmbeddingFormat,
+    PoolingParameters,
+    PoolingTask,
+    RawEncodeRequest,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+)
 from twinstage.v1 import embedding_pb2
 
 _FORMAT_FROM_PROTO = {
@@ -34,11 +42,16 @@ _SIDES = frozenset(embedding_pb2.TruncationSide.values())
 def encode_request_from_proto(request: embedding_pb2.EncodeRequest) -> RawEncodeRequest:
     """Raises InvalidRequest for enumeration values that this version does not know."""
     _check_enumerations(request, has_task=True)
+    own = _parameters_from_proto(request, "task")
     return RawEncodeRequest(
         inputs=tuple(_encode_input_from_proto(entry) for entry in request.inputs),
         model=request.model,
         request_id=request.request_id,
-        task=_TASK_FROM_PROTO[request.task],
+        task=own.task,
+        parameters=tuple(
+            own.over(_parameters_from_proto(entry, f"parameters[{index}].task"))
+            for index, entry in enumerate(request.parameters)
+        ),
         **_vector_options(request),
     )
 
@@ -65,6 +78,20 @@ def encode_stream_request_from_proto(request: embedding_pb2.EncodeStreamRequest)
         model=request.model,
         task=_TASK_FROM_PROTO[request.task],
         **_vector_options(request),
+    )
+
+
+def _parameters_from_proto(
+    message: embedding_pb2.EncodeRequest | embedding_pb2.EncodeParameters, task_field: str
+) -> PoolingParameters:
+    if message.task not in _TASK_FROM_PROTO:
+        raise InvalidRequest([FieldViolation(task_field, f"unknown value {message.task}")])
+    return PoolingParameters(
+        task=_TASK_FROM_PROTO[message.task],
+        truncation=truncation_from_proto(message.truncation) if message.HasField("truncation") else None,
+        normalize=optional_from_proto(message, "normalize"),
+        dimensions=optional_from_proto(message, "dimensions"),
+        prompt_name=optional_from_proto(message, "prompt_name"),
     )
 
 

@@ -151,11 +151,33 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParameters:
+    """How an input is encoded, as far as its client said. Of `prompt_name`, None takes the model's default, "" none."""
+
+    task: PoolingTask | None = None
+    truncation: Truncation | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+    def over(self, other: PoolingParameters) -> PoolingParameters:
+        """These where they say something, else what `other` says."""
+        return PoolingParameters(
+            task=self.task or other.task,
+            truncation=self.truncation or other.truncation,
+            normalize=other.normalize if self.normalize is None else self.normalize,
+            dimensions=other.dimensions if self.dimensions is None else self.dimensions,
+            prompt_name=other.prompt_name if self.prompt_name is None else self.prompt_name,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawEncodeRequest:
     """What a client sent to Encode, Embed or EncodeStream. An input is None when it was left out.
 
     `inputs_field` is the path of the inputs in the client's message, for violations. Without `task` it is the model's
-    own. Of `prompt_name`, None takes the model's default and "" none.
+    own. Of `prompt_name`, None takes the model's default and "" none. With `parameters` these say all of that instead:
+    one for all inputs, or one per input.
     """
 
     inputs: tuple[TextPrompt | TokenPrompt | None, ...]
@@ -168,6 +190,22 @@ class RawEncodeRequest:
     format: EmbeddingFormat = EmbeddingFormat.FLOAT
     task: PoolingTask | None = None
     prompt_name: str | None = None
+    parameters: tuple[PoolingParameters, ...] = ()
+
+    @property
+    def all_parameters(self) -> tuple[PoolingParameters, ...]:
+        """At least one."""
+        if self.parameters:
+            return self.parameters
+        return (
+            PoolingParameters(
+                task=self.task,
+                truncation=self.truncation,
+                normalize=self.normalize,
+                dimensions=self.dimensions,
+                prompt_name=self.prompt_name,
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

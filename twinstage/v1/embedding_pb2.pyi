@@ -216,6 +216,57 @@ class Embedding(_message.Message):
 Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
+class EncodeParameters(_message.Message):
+    """How one input is encoded. What the request itself says goes first; what neither says is the model's own, or the default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
+    task: Global___PoolingTask.ValueType
+    """The task."""
+    normalize: _builtins.bool
+    """Scale the vector to length 1."""
+    dimensions: _builtins.int
+    """Keep only the first numbers of the vector (Matryoshka)."""
+    prompt_name: _builtins.str
+    """Name of the model's prompt to put before the text; empty: none."""
+    @_builtins.property
+    def truncation(self) -> Global___Truncation:
+        """What happens to the input when it is too long."""
+
+    def __init__(
+        self,
+        *,
+        task: Global___PoolingTask.ValueType = ...,
+        truncation: Global___Truncation | None = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int | None = ...,
+        prompt_name: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt_name", b"prompt_name", "truncation", b"truncation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt_name", b"prompt_name", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
+
+Global___EncodeParameters: _TypeAlias = EncodeParameters  # noqa: Y015
+
+@_typing.final
 class EncodeRequest(_message.Message):
     """Inputs for a pooling model."""
 
@@ -230,6 +281,7 @@ class EncodeRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     PROMPT_NAME_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Default: the only pooling model that is served."""
     request_id: _builtins.str
@@ -252,6 +304,10 @@ class EncodeRequest(_message.Message):
     def truncation(self) -> Global___Truncation:
         """What happens to inputs that are too long."""
 
+    @_builtins.property
+    def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodeParameters]:
+        """One for all inputs, or one per input."""
+
     def __init__(
         self,
         *,
@@ -264,10 +320,11 @@ class EncodeRequest(_message.Message):
         dimensions: _builtins.int | None = ...,
         format: Global___EmbeddingFormat.ValueType = ...,
         prompt_name: _builtins.str | None = ...,
+        parameters: _abc.Iterable[Global___EncodeParameters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt_name", b"prompt_name", "truncation", b"truncation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "format", b"format", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "prompt_name", b"prompt_name", "request_id", b"request_id", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "format", b"format", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "parameters", b"parameters", "prompt_name", b"prompt_name", "request_id", b"request_id", "task", b"task", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
