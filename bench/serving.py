@@ -21,19 +21,20 @@ READY_S = 180.0
 def serving(
     context: Context,
     *,
+    models: Sequence[str] = ("demo",),
     threads: int | None = None,
     kv_cache_bytes: str = "1GiB",
     worker_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """A router, one prefill and one decode worker, as `twinstage serve` starts them.
+    """A router, one prefill and one decode worker for each model that generates, as `twinstage serve` starts them.
 
     By default each worker is bound to its share of the cores; with `threads` it computes with so many, on any of them.
     """
     context.progress("starting a cluster")
     config = ClusterConfig(
-        models=("demo",),
+        models=tuple(models),
         port=0,
         threads=threads,
         pin_cpus=True,

@@ -12,6 +12,7 @@ ROW_NAMES = (
     "served",
     "first_token",
     "gaps",
+    "encode_beside",
     "transfer",
     "prefix",
     "router",
