@@ -142,9 +142,7 @@ def unpooled_tokens(model: ServedModel, prompt: str) -> int:
     """Tokens of the prompt that are left out of the pooling: those before the text, and no special one after it."""
     if not prompt or model.tokenizer.bundle.pools_prompt:
         return 0
-    token_ids = model.tokenizer.encode(prompt)
-    ends_specially = bool(token_ids) and token_ids[-1] in model.tokenizer.special_token_ids
-    return len(token_ids) - ends_specially
+    return model.tokenizer.prompt_tokens(prompt)
 
 
 def _path(raw: RawEncodeRequest, index: int) -> str:

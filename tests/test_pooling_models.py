@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,8 +138,6 @@ def test_prompts_and_what_of_them_is_pooled(tmp_path: Path) -> None:
         PoolingInput(token_ids=tokenizer.encode(prompts["query"] + text), prompt_tokens=prompt_tokens) for text in TEXTS
     ]
     expected = _stock(folder).encode(TEXTS)
-    settings = folder / "config_sentence_transformers.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"default_prompt_name": None}))
     vectors = load_pooling(resolve_model(str(folder))).encode(inputs, normalize=False)
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
     np.testing.assert_allclose(
@@ -227,3 +227,26 @@ def _scores(folder: Path, resolved: Any) -> list[float]:
         token_ids, token_types = tokenize_pair(tokenizer, query, document)
         inputs.append(PoolingInput(token_ids=token_ids, token_type_ids=token_types))
     return [float(score) for (score,) in load_pooling(resolved).encode(inputs)]
+
+
+@pytest.mark.real_model
+def test_a_thousand_sentences_of_minilm() -> None:
+    resolved = resolve_model("demo-embedding")
+    sentences = _sentences_of_this_project()[:1000]
+    assert len(sentences) == 1000
+    vectors = np.array(_encode(resolved.directory, sentences))
+    np.testing.assert_allclose(vectors, _stock(resolved.directory).encode(sentences), atol=TOLERANCE)
+
+
+def _sentences_of_this_project() -> list[str]:
+    """What the documentation strings of the package say, sentence by sentence."""
+    package = Path(__file__).resolve().parent.parent / "twinstage"
+    nodes = [
+        node
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    texts = [" ".join((ast.get_docstring(node) or "").split()) for node in nodes]
+    found = [sentence for text in texts for sentence in re.split(r"(?<=[.:;]) ", text)]
+    return list(dict.fromkeys(sentence for sentence in found if 5 <= len(sentence.split()) <= 60))

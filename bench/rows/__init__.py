@@ -25,6 +25,7 @@ ROW_NAMES = (
     "overload",
     "deterministic",
     "speculative",
+    "encode",
 )
 
 

@@ -12,7 +12,6 @@ from twinstage.models.config_files import (
     embedding_max_model_len,
     is_generator,
     read_json_object,
-    read_optional_json_object,
 )
 from twinstage.models.pooling import heads
 from twinstage.models.pooling.after_pooling import find_activation, load_steps
@@ -50,9 +49,6 @@ def _load_embedder(directory: Path, limit: int, dtype: str) -> PoolingModel:
     if not (directory / "modules.json").is_file():
         raise ModelError(f"{directory} is no embedding model: it has no modules.json, which says how it pools")
     pipeline = read_pipeline(directory)
-    settings = read_optional_json_object(directory / "config_sentence_transformers.json")
-    if settings.get("default_prompt_name") and (settings.get("prompts") or {}).get(settings["default_prompt_name"]):
-        raise ModelError(f"{directory} puts a prompt of its own before every text, which is not served")
     steps = load_steps(pipeline.after_pooling)
     model = heads.load_encoder(directory)
     backbone: heads.Backbone = heads.StockBackbone(model, takes_token_types=False)
