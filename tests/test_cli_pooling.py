@@ -46,8 +46,9 @@ def test_a_file_of_texts_becomes_a_file_of_vectors(
     texts = tmp_path / "texts.txt"
     texts.write_text("bad\na\nbad\nccc", encoding="utf-8")
     output = tmp_path / "vectors.npy"
-    arguments = ["embed", "--input", str(texts), "--address", api.address, "--output"]
+    arguments = ["embed", "--input", str(texts), "--address", api.address, "--prompt-name", "q", "--output"]
     assert run(monkeypatch, *arguments, str(output)) == 1
+    assert {request.prompt_name for request in api.requests} == {"q"}
     assert "2 of 4 texts failed, the first in line 1: input: is bad" in capsys.readouterr().err
     vectors = np.load(output)
     assert vectors.dtype == np.float32

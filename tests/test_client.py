@@ -276,19 +276,23 @@ def test_embeddings(api: FakeApi, client: TwinstageClient) -> None:
     truncation = Truncation(tokens=4, keep_last=False)
     embeddings = client.embed(["a", "b"], model="e", normalize=False, dimensions=2, truncation=truncation)
     assert embeddings.vectors == ((1.0, -2.0), (1.0, -2.0))
-    client.embed(["a"], truncation=Truncation(to_model_limit=True))
+    client.embed(["a"], truncation=Truncation(to_model_limit=True), prompt_name="")
     first, second = (embed_request_from_proto(request) for request in api.requests)
     assert first.inputs == (TextPrompt(text="a"), TextPrompt(text="b"))
     assert (first.model, first.normalize, first.dimensions, first.truncation) == ("e", False, 2, truncation)
+    assert (first.prompt_name, second.prompt_name) == (None, "")
     assert (second.normalize, second.truncation) == (True, Truncation(to_model_limit=True))
 
 
 def test_a_stream_of_texts(api: FakeApi, client: TwinstageClient) -> None:
-    results = list(client.embed_stream((text for text in ("a", "bad", "ccc")), model="e", dimensions=2))
+    results = list(
+        client.embed_stream((text for text in ("a", "bad", "ccc")), model="e", dimensions=2, prompt_name="q")
+    )
     assert [result.index for result in results] == [0, 1, 2]
     assert [result.vector for result in results] == [(1.0, -2.0), (), (3.0, -2.0)]
     assert isinstance(results[1].error, InvalidRequest)
-    assert [(request.model, request.dimensions) for request in api.requests] == [("e", 2)] * 3
+    asked = [(request.model, request.dimensions, request.prompt_name) for request in api.requests]
+    assert asked == [("e", 2, "q")] * 3
 
 
 def test_scores_and_rankings(api: FakeApi, client: TwinstageClient) -> None:

@@ -58,6 +58,7 @@ def embed(
     normalize: bool,
     dimensions: int | None,
     truncation: Truncation | None,
+    prompt_name: str | None,
     timeout_s: float | None,
     as_json: bool,
 ) -> None:
@@ -69,6 +70,7 @@ def embed(
             normalize=normalize,
             dimensions=dimensions,
             truncation=truncation,
+            prompt_name=prompt_name,
             timeout_s=timeout_s,
         )
     if as_json:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -28,17 +29,23 @@ def embed(
     normalize: bool,
     dimensions: int | None,
     truncation: Truncation | None,
+    prompt_name: str | None,
 ) -> None:
     """Embed all texts of a file. Raises InternalError at the end when some failed."""
     records = Records(input_path, ["text"])
-    options = {"model": model, "normalize": normalize, "dimensions": dimensions, "truncation": repr(truncation)}
-    with Output(output_path, value_name="embedding", made_of={"input": records.digest, **options}) as output:
+    options: dict[str, Any] = {
+        "model": model,
+        "normalize": normalize,
+        "dimensions": dimensions,
+        "truncation": truncation,
+        "prompt_name": prompt_name,
+    }
+    made_of = {"input": records.digest, **options, "truncation": repr(truncation)}
+    with Output(output_path, value_name="embedding", made_of=made_of) as output:
         texts = (text for (text,) in records.read(start=output.num_rows))
         failed: list[str] = []
         with client, _progress(records, output) as advance:
-            for result in client.embed_stream(
-                texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation
-            ):
+            for result in client.embed_stream(texts, **options):
                 if result.error is not None:
                     failed.append(f"line {output.num_rows + 1}: {result.error}")
                 output.write(result.vector if result.error is None else None, error=str(result.error or ""))

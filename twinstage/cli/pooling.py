@@ -59,6 +59,9 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option("--dimensions", min=1, help="Keep only the first numbers of each vector (Matryoshka).")
     ] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option("--prompt-name", help="Which of the model's prompts goes before each text.")
+    ] = None,
     flags: PoolingFlags,
     access: AccessFlags,
 ) -> None:
@@ -70,6 +73,7 @@ def embed(
         "normalize": normalize,
         "dimensions": dimensions,
         "truncation": flags.truncation(),
+        "prompt_name": prompt_name,
     }
     client = access.client(flags.address)
     if _wants_files(texts, input, output, argument="TEXT"):

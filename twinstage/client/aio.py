@@ -127,11 +127,17 @@ class AsyncTwinstageClient:
         normalize: bool = True,
         dimensions: int | None = None,
         truncation: Truncation | None = None,
+        prompt_name: str | None = None,
         timeout_s: float | None = None,
     ) -> Embeddings:
-        """Embed texts. Without `truncation`, a text that is too long is an error."""
+        """Embed texts, each after the prompt of that name. Without `truncation`, one that is too long is an error."""
         request = requests.embed_request(
-            texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
+            texts,
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation or Truncation(),
+            prompt_name=prompt_name,
         )
         return responses.embeddings(await self._call(self._embedding.Embed, request, timeout_s))
 
@@ -143,13 +149,20 @@ class AsyncTwinstageClient:
         normalize: bool = True,
         dimensions: int | None = None,
         truncation: Truncation | None = None,
+        prompt_name: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[EmbeddedText, None]:
         """Embed as many texts as there are, in order; each has its own vector or error. Closing the iterator ends it.
 
         `texts` is read as fast as vectors come.
         """
-        stream = EmbedStream(model=model, normalize=normalize, dimensions=dimensions, truncation=truncation)
+        stream = EmbedStream(
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation,
+            prompt_name=prompt_name,
+        )
         call = self._embedding.EncodeStream(stream.async_requests(texts), timeout=timeout_s)
         try:
             async for response in call:

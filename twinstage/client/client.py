@@ -131,11 +131,17 @@ class TwinstageClient:
         normalize: bool = True,
         dimensions: int | None = None,
         truncation: Truncation | None = None,
+        prompt_name: str | None = None,
         timeout_s: float | None = None,
     ) -> Embeddings:
-        """Embed texts. Without `truncation`, a text that is too long is an error."""
+        """Embed texts, each after the prompt of that name. Without `truncation`, one that is too long is an error."""
         request = requests.embed_request(
-            texts, model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
+            texts,
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation or Truncation(),
+            prompt_name=prompt_name,
         )
         return responses.embeddings(self._call(self._embedding.Embed, request, timeout_s))
 
@@ -147,13 +153,20 @@ class TwinstageClient:
         normalize: bool = True,
         dimensions: int | None = None,
         truncation: Truncation | None = None,
+        prompt_name: str | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[EmbeddedText]:
         """Embed as many texts as there are, in order; each has its own vector or error. Closing the iterator ends it.
 
         `texts` is read as fast as vectors come, on a thread of gRPC's.
         """
-        stream = EmbedStream(model=model, normalize=normalize, dimensions=dimensions, truncation=truncation)
+        stream = EmbedStream(
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation,
+            prompt_name=prompt_name,
+        )
         call: Any = self._embedding.EncodeStream(stream.requests(texts), timeout=timeout_s)
         try:
             yield from map(stream.result, call)

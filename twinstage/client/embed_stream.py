@@ -16,10 +16,20 @@ class EmbedStream:
     """What one stream asks for, and what its responses mean."""
 
     def __init__(
-        self, *, model: str = "", normalize: bool = True, dimensions: int | None = None, truncation: Truncation | None
+        self,
+        *,
+        model: str,
+        normalize: bool,
+        dimensions: int | None,
+        truncation: Truncation | None,
+        prompt_name: str | None,
     ) -> None:
         self._options = encode_stream_request(
-            model=model, normalize=normalize, dimensions=dimensions, truncation=truncation or Truncation()
+            model=model,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncation=truncation or Truncation(),
+            prompt_name=prompt_name,
         )
 
     def _request(self, text: str) -> embedding_pb2.EncodeStreamRequest:

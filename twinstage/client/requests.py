@@ -115,7 +115,13 @@ def watch_load_request(interval_s: float) -> admin_pb2.WatchLoadRequest:
 
 @refusing()
 def embed_request(
-    texts: Sequence[str], *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
+    texts: Sequence[str],
+    *,
+    model: str,
+    normalize: bool,
+    dimensions: int | None,
+    truncation: Truncation,
+    prompt_name: str | None,
 ) -> embedding_pb2.EmbedRequest:
     return embedding_pb2.EmbedRequest(
         texts=texts,
@@ -123,13 +129,14 @@ def embed_request(
         normalize=normalize,
         dimensions=dimensions,
         truncation=truncation_to_proto(truncation),
+        prompt_name=prompt_name,
         format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32,
     )
 
 
 @refusing()
 def encode_stream_request(
-    *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation
+    *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation, prompt_name: str | None
 ) -> embedding_pb2.EncodeStreamRequest:
     """Without its input."""
     return embedding_pb2.EncodeStreamRequest(
@@ -137,6 +144,7 @@ def encode_stream_request(
         normalize=normalize,
         dimensions=dimensions,
         truncation=truncation_to_proto(truncation),
+        prompt_name=prompt_name,
         format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32,
     )
 
