@@ -27,7 +27,7 @@ from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("equality"), pytest.mark.timeout(400)]
 
-MAX_TOKENS = 40
+MAX_TOKENS = 24
 LOGPROBS = 2
 BLOCK_SIZE = 16
 CHUNK = 32  # tokens; in deterministic mode known beginnings end at a multiple of it
@@ -39,7 +39,7 @@ FORMS = (
     "{0}",
     "Write one sentence about {0}.",
     "Question: what do people say about {0} when nobody listens?\nAnswer:",
-    "Once, long before anyone had written it down, there was {0}. " * 6 + "And then",
+    "Once, long before anyone had written it down, there was {0}. " * 4 + "And then",
 )
 PROMPTS = [form.format(subject) for form in FORMS for subject in SUBJECTS]
 WARM = range(3, len(PROMPTS), 4)  # what is asked for a second time; most of these answers are longer than a token
