@@ -14,7 +14,7 @@ from small_router import SmallRouter, spec_of
 from transfer_ends import RawSender
 from twinstage.engine.llm import LLM
 from twinstage.errors import TransferError
-from twinstage.transfer.messages import Abort, Ack, Commit, Nack, Token
+from twinstage.transfer.messages import Abort, Ack, Commit, Nack
 from twinstage.types import KvGrant, SequenceSpec, WorkerDescription
 
 pytestmark = pytest.mark.xdist_group("cases")
@@ -47,7 +47,7 @@ async def _complete_in_order(
         assert answers.count(Ack(transfer_id=grant.transfer_id)) == committed_first, order
         assert sum(isinstance(answer, Nack) for answer in answers) == len(answers) - committed_first, order
         if committed_first:
-            while (await subscription.receive()).finish is None:
+            while (await subscription.receive()).totals is None:
                 pass
         else:
             with pytest.raises(TransferError):
@@ -72,7 +72,7 @@ def _say(sender: RawSender, grant: KvGrant, spec: SequenceSpec, act: str) -> Non
         transfer_id=grant.transfer_id,
         request_id=spec.request_id,
         num_tokens=len(spec.prompt_token_ids),
-        token=Token(token_id=5),
+        first_tokens=((0, 5),),
     )
     match act:
         case "commit":

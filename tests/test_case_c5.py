@@ -14,7 +14,7 @@ from small_router import SmallRouter, spec_of
 from transfer_ends import RawSender
 from twinstage.engine.llm import LLM
 from twinstage.errors import StaleHandle, TransferError, TwinstageError
-from twinstage.transfer.messages import Commit, Message, Nack, Piece, Revoke, Revoked, Token, Write
+from twinstage.transfer.messages import Commit, Message, Nack, Piece, Revoke, Revoked, Write
 from twinstage.types import KvGrant, SequenceSpec, WorkerDescription
 
 pytestmark = pytest.mark.xdist_group("cases")
@@ -29,7 +29,7 @@ async def test_a_handle_that_is_not_the_transfer_s_own(case_pair: CasePair, quic
             grant, _ = await router.session.reserve(spec, deadline_s=0.2 if handle == "expired" else 30.0)
             if handle == "consumed":
                 await router.prefill_with(spec, grant)
-                while (await subscription.receive()).finish is None:
+                while (await subscription.receive()).totals is None:
                     pass
             elif handle == "expired":
                 with pytest.raises(TwinstageError):
@@ -67,7 +67,7 @@ def _use(handle: str, grant: KvGrant, spec: SequenceSpec, description: WorkerDes
             for position in range(len(grant.block_ids)):
                 sender.write(grant, position, data, checksum)
             sender.say(
-                Commit(transfer_id=grant.transfer_id, request_id="c5-another", num_tokens=40, token=Token(token_id=5))
+                Commit(transfer_id=grant.transfer_id, request_id="c5-another", num_tokens=40, first_tokens=((0, 5),))
             )
         return _reason(sender.hear())
 

@@ -174,6 +174,9 @@ def test_through_a_pipe(api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert said(api.requests[-1]) == [("user", "Hi"), ("assistant", "Paris"), ("user", "Again")]
 
 
+INTERRUPTED_AGAIN_S = 2.0
+
+
 class Terminal:
     """A `twinstage chat` in a pseudo-terminal."""
 
@@ -193,6 +196,15 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
+
+    def interrupt_until(self, words: str) -> None:
+        """As `wait_for` after Ctrl-C, and again: Python may miss one that comes just before it waits for a key."""
+        for _ in range(int(WAIT_S / INTERRUPTED_AGAIN_S)):
+            self.process.send_signal(signal.SIGINT)
+            ready, _, _ = select.select([self._master], [], [], INTERRUPTED_AGAIN_S)
+            if ready:
+                break
+        self.wait_for(words)
 
     def wait_for(self, words: str) -> None:
         """Until the words were shown after those of the last time."""
@@ -231,8 +243,7 @@ def test_in_a_terminal(api: FakeApi, tmp_path: Path) -> None:
         api.hangs = False
         terminal.type("never sent")
         terminal.wait_for("never sent")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.wait_for("> ")
+        terminal.interrupt_until("> ")
         terminal.type("And?\n")
         terminal.wait_for("tokens/s")
         terminal.wait_for("> ")

@@ -173,7 +173,8 @@ async def test_after_a_failure_they_are_computed_again_and_delivered_once(phase:
         )
         assert [type(event) for event in answer.events[:3]] == [PromptEvent, PromptLogprobsEvent, PromptLogprobsEvent]
         wanted = [spec.prompt_logprobs for spec in rig.cluster.prefill[0].specs]
-        assert wanted == ([1, None] if phase.startswith("decode") else [1, 1])
+        # The client has them when decode fails, unless that was heard before prefill's first token.
+        assert wanted in ([[1, None], [1, 1]] if phase.startswith("decode") else [[1, 1]])
 
 
 def test_what_is_too_large_for_a_unary_answer_is_refused_before_it_is_computed() -> None:
