@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from twinstage.errors import TwinstageError
+from twinstage.errors import FieldViolation, InvalidRequest, TwinstageError
 from twinstage.rpc.convert_public import seconds_to_proto
 from twinstage.rpc.status import error_to_status
 from twinstage.v1 import (
@@ -59,6 +59,7 @@ class FakeApi(
     refusals: list[TwinstageError] = field(default_factory=list)  # of the next requests, before anything is answered
     hangs: bool = False
     hangs_at: str = ""  # the text of a stream at which it hangs
+    bad_document: str = ""  # that no call can score
     leaves_out_summary: bool = False
     script: list[list[generation_pb2.Delta]] = field(default_factory=list)  # instead of texts, by call
     finishes: list[common_pb2.FinishReason.ValueType] = field(default_factory=list)
@@ -100,11 +101,18 @@ class FakeApi(
                 error = embedding_pb2.ItemError(code=3, message="input: is bad", reason="INVALID_REQUEST")
                 yield embedding_pb2.EncodeStreamResponse(index=index, error=error)
                 continue
+            if request.input.text == "lost":
+                error = embedding_pb2.ItemError(code=14, message="no worker of the model", reason="NO_WORKER")
+                yield embedding_pb2.EncodeStreamResponse(index=index, error=error)
+                continue
             vector = embedding_pb2.Embedding(packed=struct.pack("<2f", len(request.input.text), -2.0), prompt_tokens=3)
             yield embedding_pb2.EncodeStreamResponse(index=index, embedding=vector)
 
     def Score(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)
+        if self.bad_document and self.bad_document in request.documents:
+            wrong = FieldViolation(f"documents[{list(request.documents).index(self.bad_document)}]", "is bad")
+            self._abort(context, InvalidRequest([wrong]))
         scores = [scoring_pb2.Score(index=index, score=0.5 - index) for index in range(len(request.documents))]
         return scoring_pb2.ScoreResponse(request_id="r", model="e", scores=scores, **TOTALS)
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from twinstage.cli.batch_files import Output, Records
 from twinstage.cli.output import console_for_errors
 from twinstage.client import TwinstageClient
-from twinstage.errors import ConfigError, InternalError
+from twinstage.errors import ConfigError, InternalError, InvalidRequest, PoisonedRequest, TwinstageError
 from twinstage.types import Truncation
 
 PAIRS_PER_CALL = 64
@@ -31,8 +31,11 @@ def embed(
     truncation: Truncation | None,
     prompt_name: str | None,
 ) -> None:
-    """Embed all texts of a file. Raises InternalError at the end when some failed."""
-    records = Records(input_path, ["text"])
+    """Embed all texts of a file. Raises InternalError at the end when some failed.
+
+    What is not the fault of a text ends the run at once, so that it can be gone on with.
+    """
+    records = _records(input_path, output_path, ["text"])
     options: dict[str, Any] = {
         "model": model,
         "normalize": normalize,
@@ -47,6 +50,8 @@ def embed(
         with client, _progress(records, output) as advance:
             for result in client.embed_stream(texts, **options):
                 if result.error is not None:
+                    if not _blames(result.error, "input"):
+                        raise result.error
                     failed.append(f"line {output.num_rows + 1}: {result.error}")
                 output.write(result.vector if result.error is None else None, error=str(result.error or ""))
                 advance(1)
@@ -56,18 +61,55 @@ def embed(
 def score(
     client: TwinstageClient, input_path: Path, output_path: Path, *, model: str, truncation: Truncation | None
 ) -> None:
-    """Score all pairs of a file. The first call that fails ends the run, which can be gone on with."""
-    records = Records(input_path, ["query", "document"])
+    """Score all pairs of a file. Raises InternalError at the end when some failed; other failures as for `embed`."""
+    records = _records(input_path, output_path, ["query", "document"])
     made_of = {"input": records.digest, "model": model, "truncation": repr(truncation)}
     with Output(output_path, value_name="score", made_of=made_of) as output:
         pairs = records.read(start=output.num_rows)
+        failed: list[str] = []
         with client, _progress(records, output) as advance:
             while some := list(islice(pairs, PAIRS_PER_CALL)):
-                queries, documents = zip(*some, strict=True)
-                for value in client.score(queries, documents, model=model, truncation=truncation).scores:
-                    output.write([value])
+                for value in _scores(client, some, model=model, truncation=truncation):
+                    is_error = isinstance(value, TwinstageError)
+                    if is_error:
+                        failed.append(f"line {output.num_rows + 1}: {value}")
+                    output.write(None if is_error else [value], error=str(value) if is_error else "")
                 advance(len(some))
-        _end(records, output, [])
+        _end(records, output, failed)
+
+
+def _scores(
+    client: TwinstageClient, pairs: Sequence[tuple[str, ...]], *, model: str, truncation: Truncation | None
+) -> Sequence[Any]:
+    """Of each pair its score, or the error that is its own fault. Raises all other errors."""
+    queries, documents = zip(*pairs, strict=True)
+    try:
+        return client.score(queries, documents, model=model, truncation=truncation).scores
+    except (InvalidRequest, PoisonedRequest) as error:
+        if not _blames(error, "queries", "documents"):
+            raise
+        if len(pairs) == 1:
+            return [error]
+    half = len(pairs) // 2  # which of them it is: an error names no more than the first few
+    return [
+        score
+        for part in (pairs[:half], pairs[half:])
+        for score in _scores(client, part, model=model, truncation=truncation)
+    ]
+
+
+def _blames(error: TwinstageError, *fields: str) -> bool:
+    """Whether it is a text that is wrong, so that another attempt, or another text, would change nothing."""
+    if isinstance(error, InvalidRequest):
+        return all(str(violation).startswith(fields) for violation in error.violations)
+    return isinstance(error, PoisonedRequest)
+
+
+def _records(input_path: Path, output_path: Path, fields: Sequence[str]) -> Records:
+    """Raises ConfigError."""
+    if output_path.exists() and input_path.exists() and output_path.samefile(input_path):
+        raise ConfigError(f"--output {output_path} would be written over --input")
+    return Records(input_path, fields)
 
 
 def read_documents(path: Path) -> Sequence[str]:
@@ -83,7 +125,7 @@ def _end(records: Records, output: Output, failed: list[str]) -> None:
         raise InternalError(f"{output.num_rows} results for {len(records)} records; run it again")
     output.finish()
     if failed:
-        raise InternalError(f"{len(failed)} of {len(records)} texts failed, the first in {failed[0]}")
+        raise InternalError(f"{len(failed)} of {len(records)} lines failed, the first in {failed[0]}")
 
 
 @contextmanager

@@ -5,23 +5,26 @@
     vectors.jsonl  {"index": 0, "embedding": [...]} or {"index": 0, "score": 0.5}, or "error" instead
     vectors.npy    float32 [texts, dimensions] or [texts]; a text that failed is a row of NaN
 
-While it is written, an output is OUTPUT.part, and OUTPUT.run says what it is made of. Rows are in the order of the
-input, so their number is where a run that was killed goes on.
+A line of the input is a row of the output, in the same order: an empty line of a .txt is a text that fails. While it is
+written, an output is OUTPUT.part, and OUTPUT.run says what it is made of; the number of whole rows is where a run that
+was killed goes on.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from twinstage.errors import ConfigError
+from twinstage.errors import ConfigError, InternalError
 
 _FORMATS = (".jsonl", ".npy")
 _PIECE_BYTES = 1024 * 1024
@@ -31,47 +34,57 @@ class Records:
     """The records of an input file: of each, the wanted fields."""
 
     def __init__(self, path: Path, fields: Sequence[str]) -> None:
-        """Raises ConfigError for a file that cannot be read, or is of a kind that cannot hold the fields."""
+        """Looks at every record, so that a wrong one is told before anything is computed of the others.
+
+        Raises ConfigError, with the line, for a file that cannot be read or has no such records.
+        """
         self.path = path
         self._fields = tuple(fields)
         self._is_json = path.suffix in {".jsonl", ".ndjson"}
         if not self._is_json and len(fields) > 1:
             raise ConfigError(f"--input {path}: a record has {' and '.join(fields)}, so write a .jsonl file")
-        digest, lines, last = hashlib.sha256(), 0, b"\n"
+        digest, lines = hashlib.sha256(), 0
         try:
+            if not path.is_file() and path.exists():  # it is read twice
+                raise ConfigError(f"--input {path} is no file; write the texts into one")
             with path.open("rb") as file:
-                while piece := file.read(_PIECE_BYTES):
-                    digest.update(piece)
-                    lines += piece.count(b"\n")
-                    last = piece[-1:]
+                for lines, line in enumerate(file, 1):
+                    digest.update(line)
+                    self._record(line, lines)
         except OSError as error:
             raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from error
         self.digest = digest.hexdigest()
-        self._num_lines = lines + (last != b"\n")
+        self._num_lines = lines
 
     def __len__(self) -> int:
         return self._num_lines
 
     def read(self, *, start: int = 0) -> Iterator[tuple[str, ...]]:
-        """The wanted fields from record `start` on. Raises ConfigError that names the line."""
-        with self.path.open(encoding="utf-8", newline="\n") as file:
+        """The wanted fields from record `start` on."""
+        with self.path.open("rb") as file:
             for number, line in enumerate(islice(file, start, None), start + 1):
-                yield self._record(line.rstrip("\r\n"), number)
+                yield self._record(line, number)
 
-    def _record(self, line: str, number: int) -> tuple[str, ...]:
-        if not self._is_json:
-            return (line,)
+    def _record(self, line: bytes, number: int) -> tuple[str, ...]:
         try:
-            document = json.loads(line)
-        except ValueError as error:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            document = json.loads(text) if self._is_json else text
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path}, line {number}: no UTF-8 text: {error.reason}") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.path}, line {number}: no JSON document: {error}") from error
-        if isinstance(document, str) and len(self._fields) == 1:
-            return (document,)
-        values = [document.get(field) for field in self._fields] if isinstance(document, dict) else []
-        texts = tuple(value for value in values if isinstance(value, str))
+        values: list[object] = [document] if len(self._fields) == 1 else []
+        if isinstance(document, dict):
+            values = [document.get(field) for field in self._fields]
+        texts = tuple(value for value in values if isinstance(value, str) and _can_be_sent(value))
         if len(texts) != len(self._fields):
             raise ConfigError(f"{self.path}, line {number}: needs text as {' and '.join(self._fields)}")
         return texts
+
+
+def _can_be_sent(text: str) -> bool:
+    """Whether it is Unicode text: JSON may hold halves of surrogate pairs."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Output:
@@ -88,28 +101,48 @@ class Output:
         self._is_npy = path.suffix == ".npy"
         self._width = 0  # numbers of a row, once known
         self.num_rows = 0
-        self._resume()
-        self._file = self._part.open("ab", buffering=0)  # a row that was written is there, whatever comes
+        try:
+            self._file = self._part.open("ab", buffering=0)  # a row that was written is there, whatever comes
+        except OSError as error:
+            raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            self._resume()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Until the file is closed. Raises ConfigError when another run has the lock, or has just finished."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_mine = os.path.samestat(os.fstat(self._file.fileno()), self._part.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_mine = False
+        if not is_mine:
+            raise ConfigError(f"--output {self._path} is being written by another run")
 
     def _resume(self) -> None:
-        if not self._run.exists():
-            self._part.unlink(missing_ok=True)
-            self._write_run()
+        known = json.loads(self._run.read_text(encoding="utf-8")) if self._run.exists() else None
+        if known is None:
+            self._file.truncate(0)
+            with self._explained():
+                self._write_run()
             return
-        known = json.loads(self._run.read_text(encoding="utf-8"))
         self._width = known.pop("width")
-        if known != self._made_of:
-            raise ConfigError(
-                f"{self._part} is of a run on other input or with other options: remove {self._run}, or run that again"
-            )
         self.num_rows, size = self._whole_rows()
-        if self._part.exists():
-            os.truncate(self._part, size)  # the last row may have been cut off
+        self._file.truncate(size)  # the last row may have been cut off
+        if known != self._made_of:
+            if self.num_rows:
+                raise ConfigError(
+                    f"{self._part} is of a run on other input or with other options: remove {self._run}, or run that "
+                    "again"
+                )
+            self._width = 0
+            self._write_run()
 
     def _whole_rows(self) -> tuple[int, int]:
         """How many rows are complete, and the bytes that they take."""
-        if not self._part.exists():
-            return 0, 0
         if self._is_npy:
             row_bytes = 4 * self._width
             rows = self._part.stat().st_size // row_bytes if row_bytes else 0
@@ -122,17 +155,32 @@ class Output:
         return rows, size
 
     def _write_run(self) -> None:
-        self._run.write_text(json.dumps({**self._made_of, "width": self._width}), encoding="utf-8")
+        new = self._run.with_name(self._run.name + ".new")
+        new.write_text(json.dumps({**self._made_of, "width": self._width}), encoding="utf-8")
+        os.replace(new, self._run)  # a run that is killed here leaves the one or the other, each whole
 
     def write(self, values: Sequence[float] | None, *, error: str = "") -> None:
-        """The next row; None when it could not be computed."""
-        if self._is_npy:
-            self._write_binary(values)
-        else:
-            result = {"error": error} if values is None else {self._value_name: self._plain(values)}
-            document = {"index": self.num_rows, **result}
-            self._file.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
+        """The next row; None when it could not be computed. Raises InternalError when the file takes no more."""
+        with self._explained():
+            if self._is_npy:
+                self._write_binary(values)
+            else:
+                result = {"error": error} if values is None else {self._value_name: self._plain(values)}
+                document = {"index": self.num_rows, **result}
+                self._append(json.dumps(document, ensure_ascii=False).encode() + b"\n")
         self.num_rows += 1
+
+    def _append(self, data: bytes) -> None:
+        while data:  # a disk that is nearly full takes a part
+            data = data[self._file.write(data) :]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            advice = f"the same command goes on after row {self.num_rows}"
+            raise InternalError(f"{self._path} cannot be written: {error.strerror}; {advice}") from error
 
     def _plain(self, values: Sequence[float]) -> float | list[float]:
         return values[0] if self._value_name == "score" else list(values)
@@ -144,31 +192,33 @@ class Output:
             self._width = len(values)
             self._write_run()
             for _ in range(self.num_rows):  # those that failed before
-                self._file.write(np.full(self._width, math.nan, "<f4").tobytes())
+                self._append(np.full(self._width, math.nan, "<f4").tobytes())
         if values is None and not self._width:
             return
         row = np.full(self._width, math.nan) if values is None else np.asarray(values)
-        self._file.write(row.astype("<f4").tobytes())
+        self._append(row.astype("<f4").tobytes())
 
     def finish(self) -> None:
-        """All rows are there: put the file in its place."""
-        self._file.close()
-        if self._is_npy:
-            self._add_header()
-        os.replace(self._part, self._path)
-        self._run.unlink()
+        """All rows are there: put the file in its place. A run that is killed meanwhile can be gone on with as well."""
+        with self._explained():
+            if self._is_npy:
+                os.replace(self._with_header(), self._path)
+                self._part.unlink()
+            else:
+                os.replace(self._part, self._path)
+            self._run.unlink()
 
-    def _add_header(self) -> None:
+    def _with_header(self) -> Path:
         import numpy as np
 
         shape = (self.num_rows,) if self._value_name == "score" else (self.num_rows, self._width)
-        whole = self._part.with_suffix(".whole")
+        whole = self._path.with_name(self._path.name + ".whole")
         with whole.open("wb") as file, self._part.open("rb") as rows:
             header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
             while piece := rows.read(_PIECE_BYTES):
                 file.write(piece)
-        os.replace(whole, self._part)
+        return whole
 
     def __enter__(self) -> Self:
         return self
