@@ -32,7 +32,7 @@ TAG = (
 
 @cache
 def grammars() -> CompiledGrammars:
-    return CompiledGrammars(make_bundle())
+    return CompiledGrammars(make_bundle(), apart=())
 
 
 @cache
@@ -248,7 +248,7 @@ def test_a_sequence_goes_on_where_another_worker_left_it() -> None:
 
 def test_special_tokens_are_no_text(tiny_model: Path) -> None:
     """Neither backend lets a special token pass as the text that it is spelled with."""
-    compiled = CompiledGrammars(read_bundle(tiny_model))
+    compiled = CompiledGrammars(read_bundle(tiny_model), apart=())
     for backend in BACKENDS:
         answer = constraint(ConstraintForm.REGEX, "(.|\n)*", backend=backend)
         mask = compiled.start_now(OutputConstraint(answer=answer)).allowed({IM_END_ID}, vocab_size=400)

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from twinstage.engine.sequence import Sequence
-from twinstage.errors import ComputeFailed, InvalidRequest
+from twinstage.errors import ComputeFailed, InvalidRequest, Unavailable
 from twinstage.grammar.matcher import SequenceMatcher, refused
 from twinstage.types import ProducedToken, SamplingParameters, TokenAlternative, TokenLogprobs
 
@@ -31,7 +31,7 @@ Logits = NDArray[np.float32]  # [rows, vocab]
 Row = NDArray[np.float32]  # [vocab]
 Weights = NDArray[np.float64]  # [count], of some tokens
 Ids = NDArray[np.int64]  # [count], token ids
-Sampled = ProducedToken | ComputeFailed | InvalidRequest  # the latter two say why there is no token
+Sampled = ProducedToken | Unavailable | InvalidRequest  # the latter two say why there is no token
 
 _RANDOM_KEY = struct.Struct("<QIQ")  # seed, choice index, position
 _UINT64_MASK = (1 << 64) - 1
@@ -54,8 +54,9 @@ class Sampler:
     def sample(self, logits: Logits, sequences: list[Sequence]) -> list[Sampled]:
         """The token after the last one of each sequence, from its row of `logits` (`[len(sequences), vocab]`).
 
-        In the place of a token there is ComputeFailed where the logits are not numbers, and InvalidRequest where the
-        grammar of the output allows none. The logits are left alone.
+        In the place of a token there is ComputeFailed where the logits are not numbers, InvalidRequest where the
+        grammar of the output allows none, and Unavailable where the process that matches it ended. The logits are left
+        alone.
         """
         if logits.shape[1] != len(self._scratch):
             self._scratch = np.empty(logits.shape[1], dtype=np.float32)
@@ -69,7 +70,7 @@ class Sampler:
         if sequence.matcher is not None:
             try:
                 values, allowed = _constrained(values, sequence.matcher, sequence.spec.stop_token_ids)
-            except InvalidRequest as error:
+            except (InvalidRequest, Unavailable) as error:
                 return error
         if values is not raw:
             best_id = int(values.argmax())

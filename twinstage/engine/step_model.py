@@ -20,7 +20,7 @@ from twinstage.engine.plan import ScheduledChunk, StepPlan
 from twinstage.engine.sampler import Logits, Row, Sampled, Sampler
 from twinstage.engine.scoring import score_tokens
 from twinstage.engine.sequence import Sequence
-from twinstage.errors import ComputeFailed, InvalidRequest, TwinstageError
+from twinstage.errors import ComputeFailed, InvalidRequest, TwinstageError, Unavailable
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Finish, ProducedToken, PromptLogprobs
 
@@ -43,7 +43,7 @@ class Drawn:
 
     tokens: list[ProducedToken] = field(default_factory=list)
     finish: Finish | None = None
-    error: ComputeFailed | InvalidRequest | None = None
+    error: Unavailable | InvalidRequest | None = None
     num_accepted: int = 0  # guesses that were right
 
 

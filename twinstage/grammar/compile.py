@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Protocol
 
+from twinstage.grammar.apart import ApartCompiler
 from twinstage.grammar.matcher import BackendMatcher, refused
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.types.constraints import Constraint, GrammarBackend
@@ -19,8 +21,10 @@ class Compiler(Protocol):
 class Compilers:
     """The compilers of one tokenizer, each made when it is first needed. Any thread may use them."""
 
-    def __init__(self, bundle: TokenizerBundle) -> None:
+    def __init__(self, bundle: TokenizerBundle, *, apart: Collection[GrammarBackend] = ()) -> None:
+        """Backends in `apart` run in a process of their own; `close` ends it."""
         self._bundle = bundle
+        self._apart = frozenset(apart)
         self._compilers: dict[GrammarBackend, Compiler] = {}
         self._lock = threading.Lock()
 
@@ -35,11 +39,21 @@ class Compilers:
         """Import a backend and read the tokenizer for it, once."""
         with self._lock:
             if backend not in self._compilers:
-                self._compilers[backend] = _make(backend, self._bundle)
+                apart = backend in self._apart
+                self._compilers[backend] = (
+                    ApartCompiler(self._bundle, backend) if apart else import_compiler(backend, self._bundle)
+                )
             return self._compilers[backend]
 
+    def close(self) -> None:
+        """End the processes of backends that run apart."""
+        for compiler in self._compilers.values():
+            if isinstance(compiler, ApartCompiler):
+                compiler.close()
 
-def _make(backend: GrammarBackend, bundle: TokenizerBundle) -> Compiler:
+
+def import_compiler(backend: GrammarBackend, bundle: TokenizerBundle) -> Compiler:
+    """A compiler in this process. Raises ModelError when the backend is not installed, and what it says itself."""
     if backend is GrammarBackend.LLGUIDANCE:
         from twinstage.grammar.llguidance_backend import LlguidanceCompiler
 

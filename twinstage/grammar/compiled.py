@@ -5,27 +5,35 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from twinstage.errors import Overloaded
+from twinstage.errors import Overloaded, Unavailable
 from twinstage.grammar.compile import Compilers
 from twinstage.grammar.matcher import BackendMatcher, SequenceMatcher, refused
 from twinstage.text.bundle import TokenizerBundle
-from twinstage.types.constraints import Constraint, OutputConstraint
+from twinstage.types.constraints import Constraint, GrammarBackend, OutputConstraint
 
 # Of a busy machine, and for the import of a backend; the router has seen the grammar compile in seconds of a processor.
 COMPILE_TIMEOUT_S = 120.0
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 256 * 1024 * 1024
 _THREADS = 2
+_APART = frozenset({GrammarBackend.XGRAMMAR})  # importing it would hold up a serving process: see `apart`
 
 
 class CompiledGrammars:
     """Grammars for one tokenizer, compiled on threads of their own. Any thread may use it."""
 
-    def __init__(self, bundle: TokenizerBundle, *, max_kept: int = MAX_KEPT, max_bytes: int = MAX_KEPT_BYTES) -> None:
-        self._compilers = Compilers(bundle)
+    def __init__(
+        self,
+        bundle: TokenizerBundle,
+        *,
+        max_kept: int = MAX_KEPT,
+        max_bytes: int = MAX_KEPT_BYTES,
+        apart: Collection[GrammarBackend] = _APART,
+    ) -> None:
+        self._compilers = Compilers(bundle, apart=apart)
         self._max_kept = max_kept
         self._max_bytes = max_bytes
         self._kept: OrderedDict[Constraint, BackendMatcher] = OrderedDict()  # unused ones, from which others are copied
@@ -45,7 +53,8 @@ class CompiledGrammars:
     def start_now(self, constraint: OutputConstraint, token_ids: Sequence[int] = ()) -> SequenceMatcher:
         """The matcher of an output that has got `token_ids` already.
 
-        Raises InvalidRequest for a grammar that cannot be compiled, and for tokens that do not follow it.
+        Raises InvalidRequest for a grammar that cannot be compiled, and for tokens that do not follow it; Unavailable
+        when a process that matches grammars ended.
         """
         reasoning = self._matcher(constraint.reasoning) if constraint.reasoning is not None else None
         matcher = SequenceMatcher(
@@ -57,14 +66,18 @@ class CompiledGrammars:
         return matcher
 
     def close(self) -> None:
-        """Compile nothing any more."""
+        """Compile nothing any more, and end the processes of backends that have one."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
 
     def _matcher(self, constraint: Constraint) -> BackendMatcher:
         with self._lock:
             if (kept := self._kept.get(constraint)) is not None:
                 self._kept.move_to_end(constraint)
-                return kept.copy()
+                try:
+                    return kept.copy()
+                except Unavailable:  # its process is gone
+                    self._drop(constraint)
         compiled = self._compilers.compile(constraint)
         with self._lock:
             self._keep(constraint, compiled)
@@ -76,5 +89,7 @@ class CompiledGrammars:
         self._kept[constraint] = compiled
         self._kept_bytes += compiled.memory_bytes
         while len(self._kept) > self._max_kept or self._kept_bytes > self._max_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.memory_bytes
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, constraint: Constraint) -> None:
+        self._kept_bytes -= self._kept.pop(constraint).memory_bytes

@@ -1,6 +1,7 @@
 """Grammars by XGrammar: JSON schemas, regular expressions, choices, EBNF and Lark grammars, structural tags.
 
-Importing it imports PyTorch and Transformers, which takes a second or two, so it is imported when it is first needed.
+Importing it imports PyTorch and Transformers, which takes a second or two, so workers have it in a process of its own
+(`apart`).
 It has no limits of its own. Compiling is `checking`'s to limit; a grammar that is slow at a token is ended behind it.
 """
 
