@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench.row import Context
-from twinstage.cli.cluster import Cluster, ClusterConfig
+from twinstage.cli.cluster import Cluster
+from twinstage.cli.cluster_config import ClusterConfig
 from twinstage.client import Options, Output, Sampling, Stopping, TwinstageClient
 from twinstage.client.results import Summary
 from twinstage.errors import InternalError

@@ -52,6 +52,9 @@ class DecodeSettings(WorkerSettings):
         description="The model that guesses: a local directory, a Hub id or a .gguf file; its tokens are those of "
         "--model.",
     )
+    draft_revision: str | None = Field(
+        default=None, description="Revision of --draft-model, where that is a Hub model; used as it is."
+    )
     draft_weights: Literal["stock", "auto", "fp32", "int8"] = Field(
         default="auto", description="How the draft model runs, as --weights; auto takes int8 where its shape allows it."
     )
@@ -74,6 +77,8 @@ class DecodeSettings(WorkerSettings):
             raise ValueError("--speculative draft_model needs --draft-model")
         if self.draft_model and self.speculative != "draft_model":
             raise ValueError("--draft-model needs --speculative draft_model")
+        if self.draft_revision and not self.draft_model:
+            raise ValueError("--draft-revision needs --draft-model")
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"--ngram-min, {self.ngram_min}, must not be above --ngram-max, {self.ngram_max}")
         return self
@@ -92,6 +97,7 @@ class DecodeSettings(WorkerSettings):
             ngram_max=self.ngram_max,
             ngram_min=self.ngram_min,
             draft_model=self.draft_model or "",
+            draft_revision=self.draft_revision,
             draft_weights=self.draft_weights,
             draft_kv_cache_bytes=int(self.draft_kv_cache_bytes),
         )

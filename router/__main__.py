@@ -76,6 +76,7 @@ class Router:
         self._draining = asyncio.Event()
         self._generation_gate = self._make_gate(self._max_live_generations)
         self._embedding_gate = self._make_gate(lambda: settings.max_live_requests or MAX_LIVE_EMBEDDINGS)
+        self._served: list[str] = []  # services that have workers
         self.workers = WorkerTable(
             report_interval_s=settings.report_interval,
             lookup_interval_s=settings.lookup_interval,
@@ -182,7 +183,9 @@ class Router:
         return self._settings.max_live_requests or max(MIN_LIVE_GENERATIONS, LIVE_PER_DECODE_ROW * rows)
 
     def _workers_changed(self) -> None:
-        update_health(self._health, self.workers)
+        if (served := update_health(self._health, self.workers)) != self._served:
+            self._served = served
+            logger.info("serving", services=served)
         self._generation_gate.admit_waiting()  # whose limit may have grown
 
     async def start(self) -> None:

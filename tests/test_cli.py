@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from decode_worker.config import DecodeSettings
 from fake_public_api import FakeApi, serving
+from router.config import RouterSettings
 from twinstage.cli.addresses import check_port_is_free, reachable
-from twinstage.cli.cluster import Cluster, ClusterConfig
-from twinstage.cli.main import main
+from twinstage.cli.cluster import Cluster
+from twinstage.cli.cluster_config import ClusterConfig
+from twinstage.cli.main import app, main
 from twinstage.cli.model_choice import choose_model
 from twinstage.cli.output import human_bytes
+from twinstage.cli.port_security import PortSecurity
 from twinstage.cli.signals import stopped_by_signals
 from twinstage.errors import (
     Cancelled,
@@ -36,7 +41,8 @@ from twinstage.errors import (
     ModelError,
     Unauthenticated,
 )
-from twinstage.types import Task
+from twinstage.settings import read_settings
+from twinstage.types import Role, Task
 
 START_TIMEOUT_S = 60.0
 
@@ -253,16 +259,44 @@ def test_models_and_their_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "reason"),
     [
-        ClusterConfig(models=()),
-        ClusterConfig(models=("demo", "demo")),
-        ClusterConfig(models=("demo",), decode=0),
+        (ClusterConfig(models=()), "at least one model"),
+        (ClusterConfig(models=("demo", "demo")), "the same name"),
+        (ClusterConfig(models=("demo",), decode=0), "at least one worker of each"),
+        (ClusterConfig(models=("demo", "a=demo"), tasks=("score",)), "say of which model.* demo, a$"),
+        (ClusterConfig(models=("demo", "a=demo"), tokenizers=("b=x",)), "no model is called b; there are demo, a$"),
+        (ClusterConfig(tasks=("embed", "demo=score")), "has another one already"),
+        (ClusterConfig(tasks=("translate",)), "is none of generate, "),
+        (ClusterConfig(security=PortSecurity(tls_certificate=Path("missing"))), "name both"),
+        (ClusterConfig(security=PortSecurity(tokens_file=Path("missing"))), "--tokens-file missing: No such file"),
     ],
 )
-def test_clusters_that_cannot_be(config: ClusterConfig) -> None:
-    with pytest.raises(ConfigError):
+def test_clusters_that_cannot_be(config: ClusterConfig, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         Cluster(config)
+
+
+def test_serve_hands_its_flags_to_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[ClusterConfig] = []
+    monkeypatch.setattr("twinstage.cli.serve.serve", lambda config, **_: configs.append(config))
+    monkeypatch.setenv("TWINSTAGE_TLS_CLIENT_CA", "ca.pem")
+    arguments = "--tls-certificate a.pem --tls-key a.key --tokens-file tokens --model x=demo --model y=org/reranker"
+    more = "--tokenizer x=words --revision y=v2 --task y=score --speculative draft_model --draft-model d/e"
+    done = CliRunner().invoke(app, ["serve", *arguments.split(), *more.split(), "--draft-revision", "v3"])
+    assert done.exit_code == 0, done.output
+    (config,) = configs
+    first, second = config.chosen_models()
+    assert (first.task, first.worker_flags) == (Task.GENERATE, ("--served-model-name", "x", "--tokenizer", "words"))
+    named = ("--served-model-name", "y", "--task", "score", "--revision", "v2")
+    assert (second.task, second.worker_flags) == (Task.SCORE, named)
+    secured = "--tls-certificate a.pem --tls-key a.key --tls-client-ca ca.pem --tokens-file tokens"
+    assert " ".join(config.security.flags) == secured
+    assert config.decode_flags[2:] == ("--draft-model", "d/e", "--draft-revision", "v3")
+    read_settings(RouterSettings, [*config.security.flags, "--workers", "127.0.0.1:1"])
+    decode = read_settings(DecodeSettings, [*config.worker_flags(Role.DECODE), *second.worker_flags])
+    assert decode.speculation is not None
+    assert decode.speculation.draft_revision == "v3"
 
 
 def test_addresses() -> None:
@@ -317,21 +351,13 @@ while True:
     signal.pause()
 """
 ROUTER = """
-import json, os, signal, sys
-from concurrent.futures import ThreadPoolExecutor
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+import json, os, signal, socket, sys
 from twinstage.telemetry.process import exit_with_parent_if_asked
 
 exit_with_parent_if_asked()
 trace = open(os.environ["TRACE"], "a", buffering=1)
-server = grpc.server(ThreadPoolExecutor(4))
-servicer = health.HealthServicer()
-for service in ("twinstage.v1.GenerationService", "twinstage.v1.EmbeddingService"):
-    servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-port = server.add_insecure_port(sys.argv[sys.argv.index("--listen") + 1])
-server.start()
+host, _, port = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")
+server = socket.create_server((host, int(port)))
 
 def stop(*_):
     trace.write("stop router\\n")
@@ -339,7 +365,9 @@ def stop(*_):
 
 signal.signal(signal.SIGTERM, stop)
 trace.write(f"start router {os.getpid()} {' '.join(sys.argv[1:])}\\n")
-print(json.dumps({"event": "router ready", "address": f"127.0.0.1:{port}"}), flush=True)
+print(json.dumps({"event": "router ready", "address": f"127.0.0.1:{server.getsockname()[1]}"}), flush=True)
+services = ["twinstage.v1.GenerationService", "twinstage.v1.EmbeddingService", "twinstage.v1.ScoringService"]
+print(json.dumps({"event": "serving", "services": services}), flush=True)
 for line in open(os.environ["TRACE"]):
     kind, name, *_ = line.split()
     if kind == "start" and name not in ("router", os.environ.get("UNREACHABLE")):
@@ -402,12 +430,16 @@ def test_workers_share_the_cores(
     assert expected[1] in started["decode-0"]
 
 
+def _environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.partition("=")[::2] for entry in entries)
+
+
 def test_a_cluster_has_a_secret_of_its_own(roles: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Other users of the machine reach the ports of the workers, too."""
 
     def variable(pid: int, name: str = "WORKER") -> str:
-        entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        return dict(entry.partition("=")[::2] for entry in entries)[f"TWINSTAGE_{name}_SECRET_FILE"]
+        return _environment(pid)[f"TWINSTAGE_{name}_SECRET_FILE"]
 
     with Cluster(ClusterConfig(port=0)) as cluster:
         path = Path(variable(cluster.processes["prefill-0"].pid))
@@ -424,9 +456,13 @@ def test_a_cluster_has_a_secret_of_its_own(roles: Path, monkeypatch: pytest.Monk
         assert {variable(child.pid, "KV") for child in cluster.processes.values()}.isdisjoint({str(tmp_path / "own")})
 
 
-def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
+def test_a_cluster_starts_serves_and_stops_in_order(
+    roles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, tokens = tmp_path / "logs", tmp_path / "tokens"
     logs.mkdir()
+    tokens.write_text("search search-token-0123456789")
+    monkeypatch.setenv("TWINSTAGE_TLS_CERTIFICATE", "of the router")
     lines: list[tuple[str, str]] = []
     config = ClusterConfig(
         models=("big=demo", "demo-embedding"),
@@ -440,6 +476,8 @@ def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path)
         log_level="debug",
         log_directory=logs,
         decode_flags=("--block-size", "8"),
+        tasks=("demo-embedding=score",),
+        security=PortSecurity(tokens_file=tokens),
     )
     cluster = Cluster(config, on_line=lambda name, line, event: lines.append((name, line)))
     with cluster:
@@ -449,6 +487,8 @@ def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path)
             pass
         pids = [child.pid for child in cluster.processes.values()]
         assert all(map(lives, pids))
+        told = {name: _environment(child.pid) for name, child in cluster.processes.items()}
+        assert [name for name, known in told.items() if "TWINSTAGE_TLS_CERTIFICATE" in known] == ["router"]
     wait_until_gone(pids)
     assert cluster.stop() == dict.fromkeys(cluster.processes, 0)  # again, without harm
     started = {name: " ".join(flags) for name, _, *flags in traced(roles, "start")}
@@ -460,6 +500,8 @@ def test_a_cluster_starts_serves_and_stops_in_order(roles: Path, tmp_path: Path)
     assert "--log-level debug" in started["big-decode-1"]
     assert "--block-size 8" in started["big-decode-0"]
     assert "--block-size" not in started["big-prefill-0"]
+    assert [name for name, flags in started.items() if "--task score" in flags] == ["demo-embedding-prefill-0"]
+    assert [name for name, flags in started.items() if f"--tokens-file {tokens}" in flags] == ["router"]
     assert started["router"].count("--workers 127.0.0.1:1") == len(workers)
     stopped = [name for name, *_ in traced(roles, "stop")]
     assert stopped[0] == "router"

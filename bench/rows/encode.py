@@ -13,7 +13,8 @@ import numpy as np
 from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
 from bench.serving import READY_S
-from twinstage.cli.cluster import Cluster, ClusterConfig
+from twinstage.cli.cluster import Cluster
+from twinstage.cli.cluster_config import ClusterConfig
 from twinstage.client import TwinstageClient
 from twinstage.models.resolve import resolve_model
 from twinstage.types import Truncation

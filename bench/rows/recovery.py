@@ -20,7 +20,8 @@ from bench.results import Comparison, Measurement, RowResult, Target
 from bench.row import Context, Row
 from bench.serving import READY_S, greedy
 from twinstage.cli.child import Child
-from twinstage.cli.cluster import Cluster, ClusterConfig
+from twinstage.cli.cluster import Cluster
+from twinstage.cli.cluster_config import ClusterConfig
 from twinstage.client import TwinstageClient
 from twinstage.errors import InternalError
 from twinstage.types import TokenPrompt

@@ -97,17 +97,25 @@ def right_for(method: str) -> Right:
     return Right.ADMIN if method.startswith(f"/{ADMIN_SERVICE}/") and method not in ADMIN_READS else Right.USE
 
 
-def update_health(health: HealthService, workers: WorkerTable) -> None:
+def update_health(health: HealthService, workers: WorkerTable) -> list[str]:
     """Say of each service whether its requests can be served now, and the same for each model: SERVICE/MODEL.
 
     Listing models and workers needs none of them, so ModelService and AdminService serve as soon as the router does.
+    Returns the services that need workers and have them.
     """
     models = workers.models.values()
     health.set(OVERALL, any(model.ready for model in models))
     for service, work in WORK_OF_SERVICE.items():
         for model in models:
             health.set(f"{service}/{model.name}", model.ready and can_do(model, work))
-        health.set(service, any(model.ready and can_do(model, work) for model in models))
+    served = [
+        service
+        for service, work in WORK_OF_SERVICE.items()
+        if any(model.ready and can_do(model, work) for model in models)
+    ]
+    for service in WORK_OF_SERVICE:
+        health.set(service, service in served)
     health.set(TOKENIZER_SERVICE, bool(workers.models))
     health.set(MODEL_SERVICE, True)
     health.set(ADMIN_SERVICE, True)
+    return served

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -35,7 +35,10 @@ class Child:
         *,
         ready_event: str,
         environment: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
     ) -> None:
+        """`environment` comes on top of this process's own, from which the variables `without` are left out."""
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
         self.name = name
         self._ready_event = ready_event
         self.address = ""  # "host:port", once the process says that it is ready
@@ -47,7 +50,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), EXIT_WITH_PARENT: "1"},
+            env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {}), EXIT_WITH_PARENT: "1"},
             process_group=0,
         )
         self._reader: Thread | None = None

@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -24,10 +22,10 @@ from twinstage.addresses import join_address
 from twinstage.cgroups import usable_cpus
 from twinstage.cli.addresses import check_port_is_free, reachable
 from twinstage.cli.child import Child
+from twinstage.cli.cluster_config import STOP_GRACE_S, ClusterConfig
 from twinstage.cli.cluster_events import Ended, Event, Interrupted, Known, Ready, Serving
 from twinstage.cli.cluster_secret import ClusterSecret
-from twinstage.cli.health import watch_until_serving
-from twinstage.cli.model_choice import ModelChoice, choose_model
+from twinstage.cli.model_choice import ModelChoice
 from twinstage.cpus import by_core, format_cpus, share_out
 from twinstage.errors import Cancelled, ConfigError, DeadlineExceeded, InternalError, TwinstageError
 from twinstage.types import Role, Task
@@ -35,7 +33,6 @@ from twinstage.types import Role, Task
 OnLine = Callable[[str, str, dict[str, Any] | None], None]
 
 ROUTER = "router"
-STOP_GRACE_S = 20.0
 DRAIN_S = 5.0  # of the processes themselves, which need the rest of the grace period to free what they hold
 _SERVICES = {
     Task.GENERATE: "twinstage.v1.GenerationService",
@@ -43,37 +40,6 @@ _SERVICES = {
     Task.CLASSIFY: "twinstage.v1.EmbeddingService",
     Task.SCORE: "twinstage.v1.ScoringService",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """What to start. `models` are `[NAME=]REF`; `prefill` and `decode` count workers for each generation model.
-
-    An embedding model gets one prefill worker. `port` 0 takes a free one. `threads` are those of each worker; by
-    default the cores are shared out, and with `pin_cpus` each worker runs on its own. `log_directory` gets a file with
-    the log of each process.
-    """
-
-    models: tuple[str, ...] = ("demo",)
-    prefill: int = 1
-    decode: int = 1
-    host: str = "127.0.0.1"
-    port: int = 50051
-    threads: int | None = None
-    pin_cpus: bool = False
-    kv_cache_bytes: str | None = None
-    kv_transports: str | None = None
-    prefix_cache: bool = True
-    kv_dtype: str | None = None
-    weights: str | None = None
-    deterministic: bool = False
-    log_level: str = "info"
-    log_directory: Path | None = None
-    stop_grace_s: float = STOP_GRACE_S
-    prefill_flags: tuple[str, ...] = ()
-    decode_flags: tuple[str, ...] = ()
-    router_flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Cluster:
@@ -86,11 +52,11 @@ class Cluster:
     def __init__(self, config: ClusterConfig, *, on_line: OnLine | None = None) -> None:
         self.config = config
         self.processes: dict[str, Child] = {}
-        self.models: tuple[ModelChoice, ...] = tuple(choose_model(argument) for argument in config.models)
+        self.models: tuple[ModelChoice, ...] = config.chosen_models()
         self._on_line = on_line
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._unknown: set[str] = set()  # workers that the router has not reached yet
-        self._serving = False
+        self._served: frozenset[str] = frozenset()  # gRPC services, as the router says
         self._secret = ClusterSecret(config.environment)
         self._check()
 
@@ -124,11 +90,10 @@ class Cluster:
         self._start_router([worker.address for worker in workers])
         while not self.address:
             self._next_event(deadline_s, waiting_for="the router")
-        services = sorted({_SERVICES[model.task] for model in self.models})
-        with watch_until_serving(self.address, services, on_serving=lambda: self._events.put(Serving())):
-            while not self._serving or self._unknown:
-                waiting_for = f"the router's connection to {', '.join(sorted(self._unknown)) or 'its workers'}"
-                self._next_event(deadline_s, waiting_for=waiting_for)
+        services = {_SERVICES[model.task] for model in self.models}
+        while self._unknown or not services <= self._served:
+            waiting_for = f"the router's connection to {', '.join(sorted(self._unknown)) or 'its workers'}"
+            self._next_event(deadline_s, waiting_for=waiting_for)
         self._secret.remove()  # all have read it
 
     def wait(self) -> None:
@@ -182,16 +147,12 @@ class Cluster:
 
     def _check(self) -> None:
         """Raises ConfigError for counts that give no cluster."""
-        if not self.models:
-            raise ConfigError("--model: name at least one model")
-        labels = [model.label for model in self.models]
-        if len(set(labels)) != len(labels):
-            raise ConfigError("--model: two models have the same name; tell them apart with NAME=REF")
         if (
             any(model.task is Task.GENERATE for model in self.models)
             and min(self.config.prefill, self.config.decode) < 1
         ):
             raise ConfigError("--prefill and --decode: a generation model needs at least one worker of each")
+        self.config.security.check()
 
     def _count(self, model: ModelChoice, role: Role) -> int:
         if model.task is not Task.GENERATE:
@@ -231,38 +192,21 @@ class Cluster:
     def _start_worker(self, model: ModelChoice, role: Role, *, index: int, compute_flags: list[str]) -> None:
         name = f"{role.value}-{index}" if len(self.models) == 1 else f"{model.label}-{role.value}-{index}"
         flags = ["--model", model.reference, "--worker-id", name, "--listen", "127.0.0.1:0"]
-        flags += [*compute_flags, "--log-level", self._log_level]
-        if model.name:
-            flags += ["--served-model-name", model.name]
-        if self.config.kv_cache_bytes is not None:
-            flags += ["--kv-cache-bytes", self.config.kv_cache_bytes]
-        if not self.config.prefix_cache:
-            flags.append("--no-prefix-cache")
-        if self.config.weights is not None:
-            flags += ["--weights", self.config.weights]
-        if self.config.kv_dtype is not None:
-            flags += ["--kv-dtype", self.config.kv_dtype]
-        if self.config.kv_transports is not None:
-            flags += ["--kv-transports", self.config.kv_transports]
-        if self.config.deterministic:
-            flags.append("--deterministic")
-        if role is Role.DECODE:
-            flags += ["--kv-listen", "127.0.0.1:0", *self.config.decode_flags]
-        else:
-            flags += self.config.prefill_flags
+        flags += [*compute_flags, "--log-level", self._log_level, *model.worker_flags, *self.config.worker_flags(role)]
         self._start(name, f"{role.value}_worker", flags)
 
     def _start_router(self, worker_addresses: list[str]) -> None:
         flags = ["--listen", join_address(self.config.host, self.config.port), "--log-level", self._log_level]
         for address in worker_addresses:
             flags += ["--workers", address]
-        self._start(ROUTER, "router", [*flags, *self.config.router_flags])
+        self._start(ROUTER, "router", [*flags, *self.config.security.flags, *self.config.router_flags])
 
     def _start(self, name: str, module: str, flags: list[str]) -> None:
         own = {"TWINSTAGE_DRAIN_TIMEOUT": str(DRAIN_S), **self._secret.environment()}
         environment = {**own, **self.config.environment}
         ready_event = "router ready" if name == ROUTER else "worker ready"  # the router logs both
-        child = Child(name, module, flags, ready_event=ready_event, environment=environment)
+        without = () if name == ROUTER else self.config.security.variables
+        child = Child(name, module, flags, ready_event=ready_event, environment=environment, without=without)
         self.processes[name] = child
         directory = self.config.log_directory
         child.read_log(
@@ -275,6 +219,8 @@ class Cluster:
     def _report_line(self, child: Child, line: str, event: dict[str, Any] | None) -> None:
         if child.name == ROUTER and event is not None and event["event"] == "worker ready":
             self._events.put(Known(str(event.get("worker", ""))))
+        if child.name == ROUTER and event is not None and event["event"] == "serving":
+            self._events.put(Serving(frozenset(event.get("services", ()))))
         if self._on_line is not None:
             self._on_line(child.name, line, event)
 
@@ -290,7 +236,8 @@ class Cluster:
             raise _error_of(event.child)
         if isinstance(event, Known):
             self._unknown.discard(event.worker)
-        self._serving |= isinstance(event, Serving)
+        if isinstance(event, Serving):
+            self._served = event.services
         return event
 
     def _end(self, children: list[Child], on_ended: Callable[[str], None]) -> None:

@@ -30,7 +30,9 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The router's health says that requests are served."""
+    """The router serves requests to these gRPC services."""
+
+    services: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

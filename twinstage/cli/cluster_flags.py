@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from twinstage.cli.port_security import OPEN_PORT, PortSecurity
+
 if TYPE_CHECKING:
-    from twinstage.cli.cluster import ClusterConfig
+    from twinstage.cli.cluster_config import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,9 @@ class EngineFlags:
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="The model that guesses, with the same tokens as --model.")
     ] = None
+    draft_revision: Annotated[
+        str | None, typer.Option("--draft-revision", help="Revision of --draft-model, where that is a Hub model.")
+    ] = None
     num_speculative_tokens: Annotated[
         int | None, typer.Option("--num-speculative-tokens", min=1, help="Tokens guessed for one step at most.")
     ] = None
@@ -65,9 +70,53 @@ class EngineFlags:
     @property
     def speculation_flags(self) -> tuple[str, ...]:
         """Those of a decode worker, as they were given."""
-        names = ("speculative", "draft_model", "num_speculative_tokens", "ngram_max", "ngram_min")
+        names = ("speculative", "draft_model", "draft_revision", "num_speculative_tokens", "ngram_max", "ngram_min")
         given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         return tuple(word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortFlags:
+    """Who may call the router."""
+
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-certificate",
+            envvar="TWINSTAGE_TLS_CERTIFICATE",
+            help="PEM file with the router's certificate chain; with it, its port speaks TLS only.",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", envvar="TWINSTAGE_TLS_KEY", help="PEM file with the key of --tls-certificate."),
+    ] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-client-ca",
+            envvar="TWINSTAGE_TLS_CLIENT_CA",
+            help="PEM file with CA certificates; with it, only clients with a certificate of theirs may connect.",
+        ),
+    ] = None
+    tokens_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokens-file",
+            envvar="TWINSTAGE_TOKENS_FILE",
+            help="File with a caller a line: name, token or sha256:DIGEST, rights, quotas. Without it everybody may "
+            "call everything.",
+        ),
+    ] = None
+
+    def security(self) -> PortSecurity:
+        """The same without typer."""
+        return PortSecurity(
+            tls_certificate=self.tls_certificate,
+            tls_key=self.tls_key,
+            tls_client_ca=self.tls_client_ca,
+            tokens_file=self.tokens_file,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +131,24 @@ class ClusterFlags:
             help="Model to serve: a directory, a Hub id, a .gguf file, 'demo' or 'demo-embedding'. Repeatable; NAME "
             "is what requests call it. An embedding model gets one prefill worker. Default: demo.",
         ),
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="[NAME=]TASK",
+            help="What a model is for, where its files do not tell: generate, embed, score or classify. Repeatable.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer", metavar="[NAME=]DIRECTORY", help="Tokenizer to use instead of the model's own. Repeatable."
+        ),
+    ] = None
+    revision: Annotated[
+        list[str] | None,
+        typer.Option("--revision", metavar="[NAME=]REVISION", help="Revision of a Hub model. Repeatable."),
     ] = None
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill workers of each generation model.")] = 1
     decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers of each generation model.")] = 1
@@ -125,12 +192,15 @@ class ClusterFlags:
         typer.Option("--log-directory", exists=True, file_okay=False, help="Also write each process's log here."),
     ] = None
 
-    def config(self, engine: EngineFlags) -> ClusterConfig:
+    def config(self, engine: EngineFlags, security: PortSecurity = OPEN_PORT) -> ClusterConfig:
         """What is to be started."""
-        from twinstage.cli.cluster import ClusterConfig
+        from twinstage.cli.cluster_config import ClusterConfig
 
         return ClusterConfig(
             models=tuple(self.model or ("demo",)),
+            tasks=tuple(self.task or ()),
+            tokenizers=tuple(self.tokenizer or ()),
+            revisions=tuple(self.revision or ()),
             prefill=self.prefill,
             decode=self.decode,
             host=self.host,
@@ -147,6 +217,7 @@ class ClusterFlags:
             log_level=engine.log_level,
             log_directory=self.log_directory,
             router_flags=self._router_flags(),
+            security=security,
         )
 
     def _router_flags(self) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import time
 
 from rich.console import Console
 
-from twinstage.cli.cluster import Cluster, ClusterConfig
+from twinstage.cli.cluster import Cluster
+from twinstage.cli.cluster_config import ClusterConfig
 from twinstage.cli.output import (
     LEVELS,
     LogPrinter,

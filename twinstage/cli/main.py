@@ -12,7 +12,7 @@ import typer
 from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, Timeout
 from twinstage.cli.bench import bench
-from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
+from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags, PortFlags
 from twinstage.cli.flags import takes_flag_groups
 from twinstage.cli.pooling import embed, rerank, score
 from twinstage.errors import ConfigError, ModelError, TwinstageError, Unauthenticated
@@ -29,15 +29,16 @@ app = typer.Typer(
 
 @app.command()
 @takes_flag_groups
-def serve(*, cluster: ClusterFlags, engine: EngineFlags) -> None:
+def serve(*, cluster: ClusterFlags, port: PortFlags, engine: EngineFlags) -> None:
     """Run a local cluster in the foreground: a router, prefill workers and decode workers.
 
     One Ctrl-C (or SIGTERM) stops all of it, a second one kills it. Everything runs on this machine; for several, start
-    `python -m router`, `python -m prefill_worker` and `python -m decode_worker` yourself.
+    `python -m router`, `python -m prefill_worker` and `python -m decode_worker` yourself. Those read what this command
+    has no flag for from their TWINSTAGE_* variables, such as TWINSTAGE_MAX_QUEUE_WAIT.
     """
     from twinstage.cli import serve as command
 
-    command.serve(cluster.config(engine), start_timeout_s=engine.start_timeout)
+    command.serve(cluster.config(engine, port.security()), start_timeout_s=engine.start_timeout)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,21 +22,76 @@ class ModelChoice:
     reference: str
     name: str
     task: Task
+    worker_flags: tuple[str, ...] = ()  # what its workers are told of it alone
 
     @property
     def label(self) -> str:
         """Short and fit for the names of processes."""
-        stem = self.name or Path(self.reference).name or self.reference
-        return re.sub(r"[^\w.-]", "-", stem.removesuffix(".gguf"))
+        return _label(self.name, self.reference)
+
+
+def choose_models(arguments: Sequence[str], told: Mapping[str, Sequence[str]]) -> tuple[ModelChoice, ...]:
+    """Read the `--model` arguments, and what is told of single models: flag -> `[NAME=]VALUE`.
+
+    Without a name, a value is that of the only model. Raises ConfigError or ModelError.
+    """
+    halves = [_split(argument) for argument in arguments]
+    labels = [_label(name, reference) for name, reference in halves]
+    if len(set(labels)) != len(labels):
+        raise ConfigError("--model: two models have the same name; tell them apart with NAME=REF")
+    values = {flag: _by_label(flag, given, labels) for flag, given in told.items()}
+    choices = []
+    for (name, reference), label in zip(halves, labels, strict=True):
+        own = {flag: of_label[label] for flag, of_label in values.items() if label in of_label}
+        choices.append(_choose(name, reference, own))
+    return tuple(choices)
 
 
 def choose_model(argument: str) -> ModelChoice:
     """Read one `--model` argument. Raises ConfigError or ModelError."""
+    return choose_models((argument,), {})[0]
+
+
+def _choose(name: str, reference: str, own: Mapping[str, str]) -> ModelChoice:
+    task = own.get("--task")
+    if task is not None and task not in [known.value for known in Task]:
+        raise ConfigError(f"--task: {task!r} is none of {', '.join(known.value for known in Task)}")
+    flags = {**({"--served-model-name": name} if name else {}), **own}
+    return ModelChoice(
+        reference=reference,
+        name=name,
+        task=Task(task) if task is not None else _task_of(reference),
+        worker_flags=tuple(word for pair in flags.items() for word in pair),
+    )
+
+
+def _split(argument: str) -> tuple[str, str]:
     match = _NAMED.fullmatch(argument)
     name, reference = (match[1], match[2]) if match else ("", argument)
     if not reference:
         raise ConfigError("--model: must not be empty")
-    return ModelChoice(reference=reference, name=name, task=_task_of(reference))
+    return name, reference
+
+
+def _by_label(flag: str, given: Sequence[str], labels: Sequence[str]) -> dict[str, str]:
+    """The values of a flag by the label of their model."""
+    values: dict[str, str] = {}
+    for argument in given:
+        match = _NAMED.fullmatch(argument)
+        if match is None and len(labels) > 1:
+            raise ConfigError(f"{flag} {argument}: say of which model, as NAME=VALUE; there are {', '.join(labels)}")
+        label, value = (match[1], match[2]) if match is not None else (labels[0], argument)
+        if label not in labels:
+            raise ConfigError(f"{flag} {argument}: no model is called {label}; there are {', '.join(labels)}")
+        if label in values:
+            raise ConfigError(f"{flag} {argument}: {label} has another one already")
+        values[label] = value
+    return values
+
+
+def _label(name: str, reference: str) -> str:
+    stem = name or Path(reference).name or reference
+    return re.sub(r"[^\w.-]", "-", stem.removesuffix(".gguf"))
 
 
 def _task_of(reference: str) -> Task:

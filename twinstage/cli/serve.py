@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from twinstage.cli.cluster import DRAIN_S, Cluster, ClusterConfig
+from twinstage.cli.cluster import DRAIN_S, Cluster
+from twinstage.cli.cluster_config import ClusterConfig
 from twinstage.cli.output import LogPrinter, console_for_errors
 from twinstage.cli.signals import stopped_by_signals
 from twinstage.errors import Cancelled
@@ -33,8 +34,11 @@ def serve(config: ClusterConfig, *, start_timeout_s: float) -> None:
 def _announce(cluster: Cluster) -> None:
     """The address and a command to try, on standard output."""
     print(f"serving on {cluster.address}")
+    security = cluster.config.security
+    how = " --tls-ca CA_FILE" if security.tls_certificate is not None else ""
+    how += " --token-file FILE" if security.tokens_file is not None else ""
     if any(model.task is Task.GENERATE for model in cluster.models):
-        print(f'try: twinstage chat "What is the capital of France?" --address {cluster.address}')
+        print(f'try: twinstage chat "What is the capital of France?" --address {cluster.address}{how}')
     else:
-        print(f'try: twinstage embed "Hello" --address {cluster.address}')
+        print(f'try: twinstage embed "Hello" --address {cluster.address}{how}')
     sys.stdout.flush()

@@ -68,7 +68,7 @@ def open_speculation(options: SpeculationOptions, target: Target) -> OpenSpecula
 
 def _open_draft_model(options: SpeculationOptions, target: Target) -> OpenSpeculation:
     resolved = resolve_model(
-        options.draft_model, None, cache_directory=target.cache_directory, progress=target.progress
+        options.draft_model, options.draft_revision, cache_directory=target.cache_directory, progress=target.progress
     )
     if resolved.task is not Task.GENERATE:
         raise ConfigError(f"the draft model {resolved.name} is an embedding model")

@@ -37,8 +37,9 @@ class SpeculationOptions:
 
     `num_tokens` are guessed at most for one step; none when more than `max_sequences` are decoded in it. `ngram`: what
     followed the last time that the sequence's last tokens, `ngram_max` to `ngram_min` of them, occurred in it.
-    `draft_model`: what that model, which must have the same tokens, draws; its weights and KV memory come on top. A
-    guess of it takes `draft_cost` steps of the model that checks, which is by default the ratio of their weights.
+    `draft_model`: what that model (with a Hub id, of `draft_revision`), which must have the same tokens, draws; its
+    weights and KV memory come on top. A guess of it takes `draft_cost` steps of the model that checks,
+    which is by default the ratio of their weights.
     """
 
     method: Literal["ngram", "draft_model"]
@@ -47,6 +48,7 @@ class SpeculationOptions:
     ngram_max: int = 4
     ngram_min: int = 2
     draft_model: str = ""
+    draft_revision: str | None = None
     draft_weights: str = "auto"
     draft_kv_cache_bytes: int = 256 * 1024 * 1024
     draft_cost: float | None = None
