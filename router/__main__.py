@@ -32,6 +32,7 @@ from twinstage.rpc.callers import Caller, CallerInterceptor, read_callers
 from twinstage.rpc.health import SERVICE_NAME as HEALTH_SERVICE
 from twinstage.rpc.health import HealthService
 from twinstage.rpc.reflection import add_reflection
+from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.server import bind, create_server, run_until_signalled
 from twinstage.rpc.tls import credentials_of_process
 from twinstage.settings import read_settings
@@ -70,8 +71,8 @@ class Router:
         self._health = HealthService(SERVICE_NAMES)
         self._exporter = self._make_exporter()
         self._live = LiveRequests(Traces(on_end=self._exporter.add) if self._exporter is not None else None)
+        self._quotas = Quotas()
         self._callers = self._read_callers()
-        self._quotas = Quotas({caller.name: caller.quota for caller in self._callers})
         self._grammars = GrammarChecks(default_backend=settings.default_grammar_backend)
         self._draining = asyncio.Event()
         self._generation_gate = self._make_gate(self._max_live_generations)
@@ -80,7 +81,7 @@ class Router:
         self.workers = WorkerTable(
             report_interval_s=settings.report_interval,
             lookup_interval_s=settings.lookup_interval,
-            access=settings.worker_access(),
+            access=settings.worker_access().current,
             on_change=self._workers_changed,
         )
         self._metrics, self._collector = self._make_metrics()
@@ -123,16 +124,20 @@ class Router:
         metrics.registry.register(collector)
         return metrics, collector
 
-    def _read_callers(self) -> tuple[Caller, ...]:
+    def _read_callers(self) -> Reloaded[tuple[Caller, ...]] | None:
         path = self._settings.tokens_file
-        return () if path is None else read_callers(path, flag="--tokens-file")
+        if path is None:
+            return None
+        callers = Reloaded([path], lambda: read_callers(path, flag="--tokens-file"), on_change=self._quotas.set_callers)
+        self._quotas.set_callers(callers.current())
+        return callers
 
     def _interceptors(self) -> list[CallerInterceptor]:
-        if not self._callers:
+        if self._callers is None:
             return []
         if self._credentials is None:
             logger.warning("tokens travel in the clear: pass --tls-certificate, or put TLS before this router")
-        return [CallerInterceptor(self._callers, right_for=right_for)]
+        return [CallerInterceptor(self._callers.current, right_for=right_for)]
 
     def _add_services(self) -> None:
         settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate

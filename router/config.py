@@ -20,6 +20,7 @@ from twinstage.errors import ConfigError
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import read_shared_secrets
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
+from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.tls import TlsFiles, channel_credentials
 from twinstage.settings import ProcessSettings
 from twinstage.text.answers.reasoning import REASONING_STYLES
@@ -252,7 +253,7 @@ class RouterSettings(ProcessSettings):
         """`grammar_backend`, None for auto."""
         return None if self.grammar_backend == "auto" else GrammarBackend(self.grammar_backend)
 
-    def worker_access(self) -> Access:
+    def worker_access(self) -> Reloaded[Access]:
         """How workers are called. Raises ConfigError when a file cannot be read, or a name is given without TLS."""
         files = TlsFiles(
             certificate=self.worker_tls_certificate,
@@ -260,6 +261,9 @@ class RouterSettings(ProcessSettings):
             ca=self.worker_tls_ca,
             flag_prefix="--worker-tls-",
         )
+        return Reloaded([*files.paths, self.worker_secret_file], lambda: self._read_worker_access(files))
+
+    def _read_worker_access(self, files: TlsFiles) -> Access:
         credentials = channel_credentials(files, required=self.worker_tls)
         if self.worker_tls_name and credentials is None:
             raise ConfigError("--worker-tls-name needs --worker-tls, or --worker-tls-ca")

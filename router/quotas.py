@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinstage.errors import QuotaExceeded
-from twinstage.rpc.callers import Quota
+from twinstage.rpc.callers import Caller, Quota
 
 MIN_RETRY_AFTER_S = 0.1
 BUSY_RETRY_AFTER_S = 1.0  # for who has too many requests in progress: nobody knows when one ends
@@ -80,7 +80,31 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`quotas` by the caller's name; times are readings of `clock`."""
-        self._accounts = {name: _open(name, quota, clock) for name, quota in (quotas or {}).items() if quota.limits}
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._set(quotas or {})
+
+    def set_callers(self, callers: Sequence[Caller]) -> None:
+        """From now on these quotas count; callers have used of them what they have used."""
+        self._set({caller.name: caller.quota for caller in callers})
+
+    def _set(self, quotas: Mapping[str, Quota]) -> None:
+        limited = {name: quota for name, quota in quotas.items() if quota.limits}
+        self._accounts = {name: self._account(name, quota) for name, quota in limited.items()}
+
+    def _account(self, name: str, quota: Quota) -> Account:
+        account = self._accounts.get(name)
+        if account is None:
+            account = Account(name, quota, None, None)
+        account.quota = quota
+        account.requests = self._bucket(account.requests, quota.requests_per_minute)
+        account.tokens = self._bucket(account.tokens, quota.tokens_per_minute)
+        return account
+
+    def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
+        if per_minute is None:
+            return None
+        return old if old is not None and old.per_minute == per_minute else Bucket(per_minute, self._clock)
 
     @contextlib.contextmanager
     def admitted(self, caller: str) -> Iterator[Account | None]:
@@ -97,13 +121,3 @@ class Quotas:
             yield account
         finally:
             account.live -= 1
-
-
-def _open(name: str, quota: Quota, clock: Callable[[], float]) -> Account:
-    requests, tokens = quota.requests_per_minute, quota.tokens_per_minute
-    return Account(
-        name,
-        quota,
-        None if requests is None else Bucket(requests, clock),
-        None if tokens is None else Bucket(tokens, clock),
-    )

@@ -46,7 +46,7 @@ class WorkerTable:
         *,
         report_interval_s: float = 0.5,
         lookup_interval_s: float = 5.0,
-        access: Access = OPEN_ACCESS,
+        access: Callable[[], Access] = lambda: OPEN_ACCESS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._report_interval_s = report_interval_s
@@ -184,7 +184,7 @@ class WorkerTable:
 
     async def _live(self, entry: WorkerEntry, backoff: Backoff) -> NoReturn:
         """One life of a worker. Ends with an error, however it ends."""
-        connection = WorkerConnection(entry.address, self._access)
+        connection = WorkerConnection(entry.address, self._access())
         try:
             entry.description = description = await connection.describe(timeout_s=CONTACT_TIMEOUT_S)
             _check_protocol(description)

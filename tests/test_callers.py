@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
+from structlog.testing import capture_logs
 
 from rpc_service import KINDS, SERVICE, serving
 from twinstage.errors import ConfigError, PermissionDenied, TwinstageError, Unauthenticated
+from twinstage.rpc import reloaded
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import (
     CallerInterceptor,
@@ -22,6 +24,7 @@ from twinstage.rpc.callers import (
     read_callers,
     read_shared_secrets,
 )
+from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.status import error_from_rpc
 
 TOKEN, ADMIN_TOKEN = "search-token-0123456789", "operator-token-0123456789"
@@ -53,7 +56,7 @@ BEHAVIOURS: dict[str, Any] = {
 
 def _interceptor(path: Path) -> CallerInterceptor:
     return CallerInterceptor(
-        read_callers(path, flag="--tokens-file"),
+        Reloaded([path], lambda: read_callers(path, flag="--tokens-file")).current,
         right_for=lambda method: Right.ADMIN if method == f"/{SERVICE}/stream_unary" else Right.USE,
     )
 
@@ -140,12 +143,36 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_callers(tmp_path / "missing", flag="--tokens-file")
 
 
+async def test_changed_tokens_count_and_broken_ones_change_nothing(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloaded, "LOOK_INTERVAL_S", 0.0)
+    another = "another-token-0123456789"
+    old, new = ([("authorization", f"Bearer {token}")] for token in (TOKEN, another))
+    write, remove = tokens.write_text, tokens.unlink
+    with capture_logs() as logs:
+        async with serving(interceptors=[_interceptor(tokens)], unary_unary=_once) as service:
+            assert await service.call("unary_unary", metadata=old, timeout=10) == ["search"]
+            write(f"batch {another}\n")
+            assert type(await _refusal(service, "unary_unary", *old)) is Unauthenticated
+            assert await service.call("unary_unary", metadata=new, timeout=10) == ["batch"]
+            write(f"batch {another}\nsearch short\n")
+            assert await service.call("unary_unary", metadata=new, timeout=10) == ["batch"]
+            remove()
+            assert await service.call("unary_unary", metadata=new, timeout=10) == ["batch"]
+            write(f"search {TOKEN}\n")
+            assert await service.call("unary_unary", metadata=old, timeout=10) == ["search"]
+    (said,) = (entry for entry in logs if entry["log_level"] == "error")
+    assert "line 2: a token has at least 16" in said["error"]
+    assert "put them right" in said["advice"]
+
+
 async def test_shared_secrets_can_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("new-secret-0123456789\nold-secret-0123456789\n")
     secrets = read_shared_secrets(path, flag="--worker-secret-file")
     assert secrets[0] == "new-secret-0123456789"
-    interceptor = CallerInterceptor(callers_with_secrets("router", secrets))
+    interceptor = CallerInterceptor(lambda: callers_with_secrets("router", secrets))
     async with serving(interceptors=[interceptor], unary_unary=_once) as service:
         for secret in secrets:
             metadata = [("authorization", f"Bearer {secret}")]

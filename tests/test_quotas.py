@@ -12,7 +12,7 @@ from router.quotas import Quotas
 from test_router_service import details, failing, serving
 from twinstage.errors import ConfigError, QuotaExceeded
 from twinstage.rpc.access import Access
-from twinstage.rpc.callers import Quota, read_callers
+from twinstage.rpc.callers import Caller, Quota, read_callers
 from twinstage.v1 import common_pb2, embedding_pb2, embedding_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 TOKEN, OTHER_TOKEN = "search-token-0123456789", "others-token-0123456789"
@@ -70,6 +70,22 @@ def test_tokens_are_taken_as_they_are_known_and_may_be_owed() -> None:
         assert account is not None
         account.use_tokens(60)
     with pytest.raises(QuotaExceeded), quotas.admitted("a"):
+        pass
+
+
+def test_a_changed_quota_counts_from_what_was_used() -> None:
+    quotas = Quotas({"a": Quota(requests=1, requests_per_minute=2), "b": Quota(requests=1)}, Clock())
+    with quotas.admitted("a"):
+        callers = (("a", Quota(requests=2, requests_per_minute=2)), ("c", Quota(requests_per_minute=1)))
+        quotas.set_callers([Caller(name=name, digest=b"", quota=quota) for name, quota in callers])
+        refused = pytest.raises(QuotaExceeded, match="2 requests in progress")
+        with quotas.admitted("a"), quotas.admitted("b"), quotas.admitted("b"), refused, quotas.admitted("a"):
+            pass
+    with pytest.raises(QuotaExceeded, match="2 requests a minute"), quotas.admitted("a"):
+        pass
+    with quotas.admitted("c"):
+        pass
+    with pytest.raises(QuotaExceeded, match="1 requests a minute"), quotas.admitted("c"):
         pass
 
 

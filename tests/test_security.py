@@ -13,6 +13,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from harness import ProcessCluster
 from router.config import RouterSettings
@@ -20,7 +21,9 @@ from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.main import main
 from twinstage.client import AsyncTwinstageClient, Options, Stopping, TwinstageClient, tls_credentials
 from twinstage.errors import ConfigError, PermissionDenied, Unauthenticated, Unavailable
+from twinstage.rpc import reloaded
 from twinstage.rpc.access import Access
+from twinstage.rpc.server import bind, create_server
 from twinstage.rpc.tls import TlsFiles, server_credentials
 from twinstage.settings import read_settings
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -231,6 +234,58 @@ def test_no_log_has_a_token(cluster: SecureCluster) -> None:
             assert word not in log, role.name
 
 
+async def test_replaced_certificates_count_for_who_connects_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloaded, "LOOK_INTERVAL_S", 0.0)
+    for name in ("first", "second", "used"):
+        (tmp_path / name).mkdir()
+    first, second, used = (Certificates(tmp_path / name) for name in ("first", "second", "used"))
+    files = TlsFiles(certificate=used.certificate("server"), key=used.key("server"), ca=used.ca, ca_flag="client-ca")
+
+    def use(certificates: Certificates) -> None:
+        for path in certificates.directory.iterdir():
+            (used.directory / path.name).write_bytes(path.read_bytes())
+
+    async def serves(certificates: Certificates) -> bool:
+        shown = {"certificate": certificates.certificate("client"), "key": certificates.key("client")}
+        credentials = tls_credentials(certificates.ca, **shown)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+            try:
+                await channel.unary_unary("/no/Method")(b"", timeout=5)
+            except grpc.aio.AioRpcError as error:
+                return bool(error.code() is grpc.StatusCode.UNIMPLEMENTED)
+        return False
+
+    use(first)
+    server = create_server()
+    port = bind(server, "127.0.0.1:0", server_credentials(files))
+    await server.start()
+    try:
+        assert [await serves(first), await serves(second)] == [True, False]
+        use(second)
+        assert [await serves(first), await serves(second)] == [False, True]
+        used.certificate("server").write_text("-----BEGIN CERTIFICATE-----")
+        with capture_logs() as logs:
+            assert await serves(second)
+        assert "are no PEM certificate with its unencrypted key" in logs[0]["error"]
+        use(first)
+        assert [await serves(first), await serves(second)] == [True, False]
+    finally:
+        await server.stop(None)
+
+
+def test_workers_are_called_with_what_the_files_say_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reloaded, "LOOK_INTERVAL_S", 0.0)
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    flags = ["--workers", "127.0.0.1:1", "--worker-secret-file", str(secret)]
+    access = read_settings(RouterSettings, flags).worker_access()
+    assert access.current().token == SECRET
+    secret.write_text(f"{TOKEN}\n{SECRET}")
+    assert access.current().token == TOKEN
+
+
 @pytest.mark.parametrize(
     ("certificate", "key", "ca", "expected"),
     [
@@ -260,5 +315,5 @@ def test_a_server_name_without_tls_is_refused() -> None:
         AccessFlags(tls_name="router.internal").access()
     with pytest.raises(ConfigError, match="needs TLS credentials"):
         TwinstageClient("127.0.0.1:1", server_name="router.internal")
-    assert read_settings(RouterSettings, [*named, "--worker-tls"]).worker_access().credentials is not None
+    assert read_settings(RouterSettings, [*named, "--worker-tls"]).worker_access().current().credentials is not None
     assert AccessFlags(tls_name="router.internal", tls=True).access().credentials is not None

@@ -168,11 +168,14 @@ def _digest(token: str) -> bytes:
 class CallerInterceptor(ServerInterceptor):
     """Lets calls through whose token is that of a caller with the right to the method.
 
-    `right_for` says which right a method ("/package.Service/Method") needs.
+    `callers` is asked at each call who they are; `right_for` says which right a method ("/package.Service/Method")
+    needs.
     """
 
-    def __init__(self, callers: Sequence[Caller], *, right_for: Callable[[str], Right] = lambda _: Right.USE) -> None:
-        self._callers = tuple(callers)
+    def __init__(
+        self, callers: Callable[[], Sequence[Caller]], *, right_for: Callable[[str], Right] = lambda _: Right.USE
+    ) -> None:
+        self._callers = callers
         self._right_for = right_for
 
     async def intercept_service(
@@ -197,7 +200,7 @@ class CallerInterceptor(ServerInterceptor):
         scheme, _, token = str(shown[0]).partition(" ")
         digest = _digest(token.strip()) if scheme.lower() == BEARER.lower() else b""
         found = None
-        for caller in self._callers:  # all of them, so that the time says nothing about which
+        for caller in self._callers():  # all of them, so that the time says nothing about which
             if hmac.compare_digest(digest, caller.digest):
                 found = caller
         if found is None:

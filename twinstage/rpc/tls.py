@@ -9,12 +9,15 @@ gRPC takes any bytes for a certificate and then fails every handshake without a 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import grpc
 
 from twinstage.errors import ConfigError
+from twinstage.rpc.reloaded import Reloaded
 from twinstage.settings import ProcessSettings
 
 
@@ -30,6 +33,11 @@ class TlsFiles:
     ca: Path | None = None
     flag_prefix: str = "--tls-"
     ca_flag: str = "ca"
+
+    @property
+    def paths(self) -> tuple[Path | None, ...]:
+        """All of them."""
+        return self.certificate, self.key, self.ca
 
     def read_pair(self) -> tuple[bytes, bytes] | None:
         """Key and certificate chain; None when neither is named. Raises ConfigError."""
@@ -63,13 +71,33 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """The credentials of a server; None without a certificate. Raises ConfigError."""
-    pair, ca = files.read_pair(), files.read_ca()
-    if pair is None:
-        if ca is not None:
+    """The credentials of a server; None without a certificate. Raises ConfigError.
+
+    The files are looked at again when somebody connects; connections go on with what counted when they began.
+    """
+    if files.certificate is None and files.key is None:
+        if files.ca is not None:
             raise ConfigError(f"{files.flag_prefix}{files.ca_flag} needs {files.flag_prefix}certificate")
         return None
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+    reloaded = Reloaded(files.paths, lambda: _certificate_configuration(files))
+    known = reloaded.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known
+        if (newest := reloaded.current()) is known:
+            return None
+        known = newest
+        return newest
+
+    # Its stub denies what its docstring promises: None leaves everything as it is.
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
+    return grpc.dynamic_ssl_server_credentials(known, fetch, require_client_authentication=files.ca is not None)
+
+
+def _certificate_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    pair = files.read_pair()
+    assert pair is not None  # else there would be no TLS
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=files.read_ca())
 
 
 def credentials_of_process(settings: ProcessSettings) -> grpc.ServerCredentials | None:

@@ -23,8 +23,9 @@ import grpc
 from twinstage.errors import ConfigError, IntegrityError, ModelError
 from twinstage.hosting.books import keep_checking
 from twinstage.hosting.settings import WorkerSettings
-from twinstage.rpc.callers import CallerInterceptor, callers_with_secrets, read_shared_secrets
+from twinstage.rpc.callers import Caller, CallerInterceptor, callers_with_secrets, read_shared_secrets
 from twinstage.rpc.health import OVERALL, HealthService
+from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.server import Keepalive, bind, create_server, run_until_signalled
 from twinstage.rpc.tls import credentials_of_process
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
@@ -119,8 +120,11 @@ class WorkerProcess(Generic[Worker]):
         path = self._settings.worker_secret_file
         if path is None:
             return []
-        secrets = read_shared_secrets(path, flag="--worker-secret-file")
-        return [CallerInterceptor(callers_with_secrets("router", secrets))]
+
+        def read() -> tuple[Caller, ...]:
+            return callers_with_secrets("router", read_shared_secrets(path, flag="--worker-secret-file"))
+
+        return [CallerInterceptor(Reloaded([path], read).current)]
 
     async def _load_unless_signalled(self) -> Callable[[asyncio.AbstractEventLoop], Worker]:
         """Load on a daemon thread, because loading cannot be interrupted; a signal ends the process at once."""
