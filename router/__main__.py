@@ -20,6 +20,7 @@ from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
+from router.poison import PoisonBook
 from router.quotas import Quotas
 from router.scoring import Scoring
 from router.service import SERVICE_NAMES, add_services, right_for, served_methods, update_health
@@ -143,6 +144,7 @@ class Router:
         settings, generation_gate, embedding_gate = self._settings, self._generation_gate, self._embedding_gate
         templates = TemplateProcesses(settings.tokenizer_threads)
         deadlines = Deadlines(default_s=settings.default_timeout, longest_s=settings.max_timeout)
+        poison = PoisonBook(settings.poison_memory)
         generation = Generation(
             workers=self.workers,
             admission=Admission(self._executor, templates, settings.parsers()),
@@ -154,6 +156,7 @@ class Router:
             quotas=self._quotas,
             metrics=self._metrics,
             grammars=self._grammars,
+            poison=poison,
         )
         embedding = Embedding(
             workers=self.workers,
@@ -163,6 +166,7 @@ class Router:
             deadlines=deadlines,
             policy=settings.failover_policy(),
             quotas=self._quotas,
+            poison=poison,
         )
         add_services(
             self._server,

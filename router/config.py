@@ -99,6 +99,12 @@ class RouterSettings(ProcessSettings):
         ge=2,
         description="Workers that may be lost while they compute for a request; one that takes so many is refused.",
     )
+    poison_memory: float = Field(
+        default=120.0,
+        ge=0,
+        description="Seconds for which a request refused for that is refused when its caller sends it again; twice as "
+        "long each time that it is refused again, up to an hour. 0 forgets it at once.",
+    )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,

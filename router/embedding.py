@@ -20,12 +20,13 @@ from router.failover import FailoverPolicy
 from router.gate import Gate
 from router.generation import Deadlines, choose_request_id
 from router.live import LiveRequests
+from router.poison import PoisonBook
 from router.quotas import Quotas
 from router.trace import RequestTrace
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
-from twinstage.errors import Cancelled, DeadlineExceeded
-from twinstage.types import Placement, PoolingTask, RawEncodeRequest, Timing, Usage
+from twinstage.errors import Cancelled, DeadlineExceeded, PoisonedRequest
+from twinstage.types import Placement, PoolingTask, RawEncodeRequest, RawScoreRequest, Timing, Usage
 
 Result = TypeVar("Result")
 
@@ -46,10 +47,10 @@ class EmbeddingResult:
 class PoolingCall:
     """What a call wants of its model. `admit` checks and tokenizes, in a thread; it raises InvalidRequest."""
 
+    raw: RawEncodeRequest | RawScoreRequest
     model: ServedModel
     num_inputs: int
     admit: Callable[[], list[AdmittedInput]]
-    request_id: str = ""
     fallback_id: str = ""
     caller: str = ""
 
@@ -74,8 +75,10 @@ class Embedding:
         deadlines: Deadlines,
         policy: FailoverPolicy,
         quotas: Quotas | None = None,
+        poison: PoisonBook | None = None,
     ) -> None:
-        """`policy` holds for each batch. Without `quotas` callers have none."""
+        """`policy` holds for each batch. Without `quotas` callers have none; without `poison` none is remembered."""
+        self._poison = PoisonBook(0) if poison is None else poison
         self.quotas = quotas or Quotas()
         self.encoder = BatchEncoder(workers, policy)
         self._workers = workers
@@ -96,10 +99,10 @@ class Embedding:
         for work in wanted:
             check_can_do(model, work)
         call = PoolingCall(
+            raw=raw,
             model=model,
             num_inputs=len(raw.inputs),
             admit=partial(admit_inputs, raw, model),
-            request_id=raw.request_id,
             fallback_id=fallback_id,
             caller=caller,
         )
@@ -108,7 +111,8 @@ class Embedding:
     async def run(self, call: PoolingCall, *, timeout_s: float | None) -> EmbeddingResult:
         """All inputs of one call. Raises TwinstageError."""
         started_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
-        request_id = choose_request_id(call.request_id, call.fallback_id, self._live)
+        self._poison.check(call.raw, call.model, caller=call.caller)
+        request_id = choose_request_id(call.raw.request_id, call.fallback_id, self._live)
         with (
             self.quotas.admitted(call.caller) as account,
             self._live.register(request_id) as live,
@@ -125,6 +129,9 @@ class Embedding:
                 if live.aborted:
                     raise Cancelled("an operator ended the request") from None
                 raise DeadlineExceeded("the request's deadline is over") from None
+            except PoisonedRequest:
+                self._poison.convict(call.raw, call.model, caller=call.caller)
+                raise
 
     async def _run(
         self, call: PoolingCall, *, trace: RequestTrace, started_s: float, deadline_s: float

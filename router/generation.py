@@ -25,6 +25,7 @@ from router.gate import Gate
 from router.limits import MAX_PRIORITY
 from router.live import LiveRequest, LiveRequests
 from router.outbox import DeltaEvent, Event, Outbox, PromptEvent, SummaryEvent
+from router.poison import PoisonBook
 from router.prompt_scores import check_unary_size
 from router.quotas import Account, Quotas
 from router.tally import report_of_batch
@@ -32,7 +33,7 @@ from router.together import run_together
 from router.trace import reason_of
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
-from twinstage.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
+from twinstage.errors import Cancelled, DeadlineExceeded, InvalidRequest, PoisonedRequest, Unavailable
 from twinstage.grammar.checking import GrammarChecks
 from twinstage.telemetry.log import get_logger
 from twinstage.types import AdmittedRequest, RawGenerationRequest
@@ -80,11 +81,14 @@ class Generation:
         quotas: Quotas | None = None,
         metrics: RequestMetrics | None = None,
         grammars: GrammarChecks | None = None,
+        poison: PoisonBook | None = None,
     ) -> None:
         """`max_priority`: levels that a priority counts at most, up or down, here and at the workers.
 
-        Without `quotas` callers have none, and without `metrics` nothing is measured.
+        Without `quotas` callers have none, without `metrics` nothing is measured, and without `poison` nothing is
+        remembered of poisoned requests.
         """
+        self._poison = PoisonBook(0) if poison is None else poison
         self._quotas = quotas or Quotas()
         self._metrics = metrics
         self._workers = workers
@@ -117,6 +121,7 @@ class Generation:
         check_fields(raw, model)
         raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
+        self._poison.check(raw, model, caller=caller)
         constraint = await self._constraint(raw, model, deadline_s)
         request_id = choose_request_id(raw.request_id, fallback_id, self._live)
         with self._quotas.admitted(caller) as account, self._live.register(request_id) as live:
@@ -175,6 +180,8 @@ class Generation:
             raise
         except Exception as error:  # the outermost frame of this task; the call's handler re-raises it
             call.live.trace.error_reason = reason_of(error)
+            if isinstance(error, PoisonedRequest):
+                self._poison.convict(call.raw, call.model, caller=call.caller)
             outbox.close(error)
         else:
             outbox.close()

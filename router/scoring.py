@@ -41,10 +41,10 @@ class Scoring:
         model = self._embedding.find_model(raw.model, Work.SCORE)
         reads_pairs = model.description.task is Task.SCORE
         call = PoolingCall(
+            raw=raw,
             model=model,
             num_inputs=len(raw.documents) if reads_pairs else len(raw.queries) + len(raw.documents),
             admit=partial(admit_pairs if reads_pairs else admit_texts, raw, model),
-            request_id=raw.request_id,
             fallback_id=fallback_id,
             caller=caller,
         )

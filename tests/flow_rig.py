@@ -15,6 +15,7 @@ from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
 from router.outbox import DeltaEvent, Event, FinishEvent, SummaryEvent
+from router.poison import PoisonBook
 from router.workers import WorkerTable
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import (
@@ -116,6 +117,7 @@ async def running(
             deadlines=Deadlines(default_s=30, longest_s=60),
             # What no worker comes back for fails soon.
             policy=policy or FailoverPolicy(worker_wait_s=0.3, resume_wait_s=0.3),
+            poison=PoisonBook(120.0),
         )
         try:
             await until(lambda: _all_ready(workers, prefill=prefill, decode=decode), what="all workers ready")

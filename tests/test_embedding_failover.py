@@ -57,6 +57,9 @@ async def test_an_embedding_that_workers_die_of_is_refused_and_those_beside_it_l
             assert list(answer.embeddings[0].values) == pytest.approx(vector_of("abc", normalize=True))
         deaths = [worker.description.epoch - 1 for worker in workers]
         assert sum(deaths) in {2, 3}
+        again = await failing(embed_alone(service, poison))  # is refused before a worker sees it
+        assert details(again)["ErrorInfo"].reason == "POISONED_REQUEST"
+        assert "this very request" in str(again.details())
 
 
 async def embed_alone(service: Service, text: str) -> embedding_pb2.EmbedResponse:

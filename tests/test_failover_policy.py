@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -16,9 +19,10 @@ from router.attempt import AttemptFailed
 from router.config import RouterSettings
 from router.failover import Attempts, FailoverPolicy, Probation
 from router.placement import WorkerKey
+from router.poison import MAX_SENTENCES, PoisonBook
 from twinstage.errors import ComputeFailed, NoWorker, PoisonedRequest, StreamBroken, WorkerLost
 from twinstage.settings import read_settings
-from twinstage.types import RequestId, Role, TextPrompt, WorkerId
+from twinstage.types import RawGenerationRequest, RawSampling, RequestId, Role, TextPrompt, WorkerId
 
 POISON = "poison"
 PATIENT = FailoverPolicy(worker_wait_s=5.0, resume_wait_s=5.0)
@@ -72,12 +76,57 @@ async def test_a_poisoned_request_is_refused_and_those_beside_it_live(role: Role
                 with pytest.raises(PoisonedRequest, match="2 workers"):
                     await rig.collect(poisoned)
                 answers = await asyncio.gather(*innocent)
+        deaths = _deaths(rig)
+        with pytest.raises(PoisonedRequest, match="this very request"):  # sent again, it takes no more workers
+            await rig.collect(replace(poisoned, request_id="the-same-poison"))
+        assert _deaths(rig) == deaths
         assert [answer.text for answer in answers] == [expected_text(rig.cluster, 6)] * 6
         assert any(answer.summary.placement.retries for answer in answers), "some were there when a worker died"
         named = [entry for entry in logs if entry["event"] == "poisoned request refused"]
         assert [entry["request_id"] for entry in named] == ["the-poison"]
         assert len(named[0]["workers"]) == 2
         assert all(name.startswith(role.value) for name in named[0]["workers"])
+
+
+def _deaths(rig: Rig) -> int:
+    return sum(worker.description.epoch - 1 for worker in (*rig.cluster.prefill, *rig.cluster.decode))
+
+
+def test_what_was_convicted_is_refused_for_a_while_and_nothing_else() -> None:
+    now_s = 0.0
+    book = PoisonBook(10.0, clock=lambda: now_s)
+    model, other = (SimpleNamespace(description=SimpleNamespace(fingerprint=name)) for name in "ab")
+    poison = request(6, prompt=TextPrompt(text=POISON), request_id="one")
+
+    def is_refused(raw: RawGenerationRequest, model: Any = model, caller: str = "somebody") -> bool:
+        try:
+            book.check(raw, model, caller=caller)
+        except PoisonedRequest:
+            return True
+        return False
+
+    book.convict(poison, model, caller="somebody")
+    assert is_refused(poison)
+    assert is_refused(replace(poison, request_id="two"))
+    assert not is_refused(poison, model=other)
+    assert not is_refused(poison, caller="somebody else")
+    assert not is_refused(replace(poison, sampling=RawSampling(seed=8)))
+    assert not is_refused(request(7, prompt=TextPrompt(text=POISON)))
+    now_s = 10.0
+    assert not is_refused(poison)
+    book.convict(poison, model, caller="somebody")  # again, so for longer
+    now_s = 29.0
+    assert is_refused(poison)
+    now_s = 50.0  # long enough that it is forgotten
+    assert not is_refused(poison)
+    assert len(book) == 0
+    book.convict(poison, model, caller="somebody")
+    now_s = 60.0
+    assert not is_refused(poison)
+    for seed in range(MAX_SENTENCES + 5):
+        book.convict(request(sampling=RawSampling(seed=seed)), model, caller="somebody")
+    assert len(book) == MAX_SENTENCES
+    assert is_refused(request(sampling=RawSampling(seed=MAX_SENTENCES)))
 
 
 async def test_an_innocent_request_may_see_as_many_deaths_as_a_poison_in_company() -> None:
