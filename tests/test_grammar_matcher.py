@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -163,6 +164,9 @@ def test_random_walks_can_be_taken_back_and_repeated(backend: GrammarBackend) ->
         (ConstraintForm.JSON_SCHEMA, '{"$ref": "#/$defs/missing"}'),
         (ConstraintForm.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'),
         (ConstraintForm.JSON_SCHEMA, '{"not": {"type": "string"}}'),
+        (ConstraintForm.JSON_SCHEMA, '{"type": "object", "required": true}'),
+        (ConstraintForm.JSON_SCHEMA, '{"type": "object", "properties": 5, "required": ["a"]}'),
+        (ConstraintForm.JSON_SCHEMA, '{"type": "object", "required": [["a"]]}'),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(backend: GrammarBackend, form: ConstraintForm, text: str) -> None:
@@ -170,12 +174,20 @@ def test_what_cannot_be_compiled_is_refused(backend: GrammarBackend, form: Const
         matcher_of(form, text, backend=backend)
     (violation,) = caught.value.violations
     assert 5 < len(violation.description) <= 400
+    assert ".cc:" not in violation.description  # no place in a library's source
 
 
 def test_unsupported_keywords_are_named() -> None:
     for backend in BACKENDS:
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             matcher_of(ConstraintForm.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', backend=backend)
+
+
+@pytest.mark.parametrize("reference", ["#name", "http://example.org/schema", "other.json#/a"])
+def test_xgrammar_follows_no_reference_that_it_would_take_for_anything(reference: str) -> None:
+    schema = json.dumps({"$ref": reference, "$defs": {"a": {"$anchor": "name", "type": "null"}}})
+    with pytest.raises(InvalidRequest, match=r"\$ref"):
+        matcher_of(ConstraintForm.JSON_SCHEMA, schema, backend=GrammarBackend.XGRAMMAR)
 
 
 # --- reasoning ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ It has no limits of its own. Compiling is `checking`'s to limit; a grammar that 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,10 @@ _MAX_WHITESPACE = 20  # as with llguidance
 _MAX_STEP_S = 0.5
 _BITS_OF_WORD = 32
 _UNNAMED = "required of what properties does not name"
+_NO_NAMES = "required that is no list of names"
 _WITH_REF = "other keywords beside $ref"
+_OUTSIDE_REF = "$ref to anything but # and what follows #/"
+_PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is (?:true|false): )?")  # before a message
 # What it reads over, or does not see to in every case (0.2.8), so that outputs need not satisfy it: with minLength and
 # maxLength, strings may have control characters; several schemas of allOf allow anything.
 _UNSUPPORTED = frozenset(
@@ -54,6 +58,10 @@ _UNSUPPORTED = frozenset(
         "unevaluatedItems",
         "unevaluatedProperties",
         "uniqueItems",
+        "$dynamicRef",
+        "$recursiveRef",
+        _NO_NAMES,
+        _OUTSIDE_REF,
         _UNNAMED,
         _WITH_REF,
     }
@@ -81,7 +89,7 @@ class XgrammarCompiler:
         try:
             compiled = self._compile(constraint)
         except Exception as error:  # the library raises what it likes, RuntimeError as a rule
-            raise refused(shortened(str(error))) from error
+            raise refused(shortened(_PLACE_IN_SOURCE.sub("", str(error)))) from error
         matcher = xgrammar.GrammarMatcher(compiled)
         return XgrammarMatcher(matcher, self._vocab_size, memory_bytes=compiled.memory_size_bytes)
 
@@ -152,9 +160,7 @@ def _check_supported(constraint: Constraint) -> None:
     """Raise InvalidRequest that names the keywords of a schema which would not be heeded."""
     if constraint.form is not ConstraintForm.JSON_SCHEMA:
         return
-    found = sorted(
-        {name for name in _keywords(json.loads(constraint.text)) if name in _UNSUPPORTED or name == _UNNAMED}
-    )
+    found = sorted({name for name in _keywords(json.loads(constraint.text)) if name in _UNSUPPORTED})
     if found:
         raise refused(f"xgrammar does not support {', '.join(found)}; take llguidance, or leave it out")
 
@@ -166,13 +172,23 @@ def _keywords(schema: Any) -> Iterator[str]:
             yield from _keywords(entry)
     if not isinstance(schema, dict):
         return
-    if not set(schema.get("required", ())) <= set(schema.get("properties", ())):
-        yield _UNNAMED
+    if (wrong := _wrong_required(schema)) is not None:
+        yield wrong
     if "$ref" in schema and not _BESIDE_REF.issuperset(schema):
         yield _WITH_REF
+    reference = schema.get("$ref", "#")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        yield _OUTSIDE_REF  # anchors and other documents, for which it allows anything
     for keyword, value in schema.items():
         yield keyword
         if keyword in _HOLDS_A_SCHEMA_BY_NAME and isinstance(value, dict):
             yield from _keywords(list(value.values()))
         elif keyword not in _HOLDS_DATA:
             yield from _keywords(value)
+
+
+def _wrong_required(schema: dict[str, Any]) -> str | None:
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return _NO_NAMES  # of a draft before the fourth, or plainly wrong
+    return _UNNAMED if isinstance(properties, dict) and not set(required) <= set(properties) else None
