@@ -321,6 +321,13 @@ def test_logprobs_only_when_asked() -> None:
     assert len(more.top) == 2
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1e-45, 1e-38])
+def test_no_penalty_leaves_the_range_of_a_float(penalty: float, temperature: float) -> None:
+    sequence = make_sequence(temperature=temperature, repetition_penalty=penalty, prompt=(0, 2))
+    assert sample([1.0, 3.0, 2.0, -math.inf], sequence).token_id in (0, 2)
+
+
 def test_masked_tokens_are_never_drawn() -> None:
     logits = [-math.inf, 0.0, -math.inf, 0.0, -math.inf]
     assert {sample(logits, make_sequence(seed=seed)).token_id for seed in range(64)} == {1, 3}

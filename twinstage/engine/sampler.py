@@ -65,7 +65,7 @@ class Sampler:
     def _sample_row(self, raw: Row, sequence: Sequence) -> Sampled:
         best_id = int(raw.argmax())
         if not math.isfinite(raw[best_id]):  # NaN counts as the maximum
-            return ComputeFailed(f"the model's logits for request {sequence.request_id} are not numbers")
+            return ComputeFailed("the model's logits for this request are not numbers")
         values, allowed = _adjust(raw, sequence), None
         if sequence.matcher is not None:
             try:
@@ -136,7 +136,7 @@ def _constrained(values: Row, matcher: SequenceMatcher, end_ids: frozenset[int])
 def _nothing_left(sequence: Sequence) -> ComputeFailed | InvalidRequest:
     if sequence.matcher is not None:
         return refused("allows only tokens that stopping.min_tokens forbids: those of stopping.stop_token_ids")
-    return ComputeFailed(f"no token is left to choose from for request {sequence.request_id}")
+    return ComputeFailed("no token is left to choose from")
 
 
 def random_uniform(sampling: SamplingParameters, *, position: int) -> float:
@@ -169,8 +169,9 @@ def _adjust(raw: Row, sequence: Sequence) -> Row:
     if _suppresses_stops(sequence):
         stops = [token_id for token_id in spec.stop_token_ids if token_id < len(raw)]
         values[np.searchsorted(changed, stops)] = -np.inf
+    # A penalty near 0 takes values out of float32's range; what is forbidden stays so.
     adjusted = raw.copy()
-    adjusted[changed] = values
+    adjusted[changed] = np.where(np.isneginf(values), values, np.clip(values, _LEAST, -_LEAST))
     return adjusted
 
 
