@@ -89,8 +89,12 @@ def test_all_at_once() -> None:
         tools=(NOW, NOW, Tool(name="f", parameters="5")),
         tool_choice=ToolChoice(mode=NAMED, function="g"),
         reasoning_effort="great",
+        continue_final_message=True,
+        chat_template_kwargs={"messages": [], "add_generation_prompt": True},
     )
     assert set(found) == {
+        "add_generation_prompt",
+        "chat_template_kwargs.messages",
         "messages[1].tool_call_id",
         "messages[2].role",
         "tools[1].name",

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from twinstage.errors import InvalidRequest
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.chat_template import render_chat
-from twinstage.types import ChatMessage, ChatPrompt
+from twinstage.types import ChatMessage, ChatPrompt, ToolCall
 
 # Written for this test in the manner of the families that they are named after.
 CHATML = """\
@@ -193,6 +193,10 @@ def test_refusals_name_the_field() -> None:
     assert refused_field(ChatPrompt(messages=USER * 2), template=MISTRAL) == "messages"
     reserved = ChatPrompt(messages=USER, chat_template_kwargs={"messages": []})
     assert refused_field(reserved) == "chat_template_kwargs.messages"
+    call = ToolCall(id="1", name="f")
+    calling = (ChatMessage(role="assistant", tool_calls=(call,)),)
+    continuing = ChatPrompt(messages=calling, chat_template_kwargs={"continue_final_message": True})
+    assert refused_field(continuing) == "continue_final_message"
     dropping = ChatPrompt(messages=USER, continue_final_message=True, chat_template="nothing of it")
     assert refused_field(dropping) == "continue_final_message"
 

@@ -11,6 +11,7 @@ from typing import Any
 from router.admission.schemas import SchemaRules
 from router.limits import MAX_TOOL_NAME_CHARACTERS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
+from twinstage.text.chat_template import option_violations
 from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolChoiceMode
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -26,6 +27,8 @@ def check_conversation(violations: Violations, prompt: ChatPrompt) -> None:
     for problems in (_message_problems(prompt), _tool_problems(prompt.tools), _choice_problems(prompt)):
         for field, description in islice(problems, MAX_LISTED_PER_FIELD):
             violations.add(field, description)
+    if prompt.messages:
+        violations.extend(option_violations(prompt))
     if prompt.reasoning_effort and prompt.reasoning_effort not in REASONING_EFFORTS:
         violations.add("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
 

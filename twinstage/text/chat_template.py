@@ -9,7 +9,7 @@ templates that nobody vouches for are run by `template_process`. What a template
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -73,8 +73,6 @@ def prepare(bundle: TokenizerBundle, prompt: ChatPrompt) -> Rendering:
     variables = {**bundle.special_tokens, **_merged_options(prompt)}
     continues = bool(variables.pop("continue_final_message"))
     messages = message_variables(prompt, template_text)
-    if continues and "tool_calls" in messages[-1]:
-        raise _invalid("continue_final_message", "the last message has tool calls, which cannot be continued")
     if continues:
         messages[-1]["content"] += _END_OF_MESSAGE
     return Rendering(
@@ -98,30 +96,44 @@ def _check_messages(prompt: ChatPrompt) -> None:
         for index, message in enumerate(prompt.messages)
         if not message.role
     ]
-    violations += [
-        FieldViolation(f"chat_template_kwargs.{name}", "is set by the service")
-        for name in _RESERVED_VARIABLES
-        if name in prompt.chat_template_kwargs
-    ]
+    violations += option_violations(prompt)
     if violations:
         raise InvalidRequest(violations)
 
 
-def _merged_options(prompt: ChatPrompt) -> dict[str, Any]:
-    """The template's variables save messages; `chat_template_kwargs` win, and what they say is checked after that."""
+def option_violations(prompt: ChatPrompt) -> Iterator[FieldViolation]:
+    """What is wrong with the options of a conversation, which has messages, whatever the template."""
+    for name in _RESERVED_VARIABLES:
+        if name in prompt.chat_template_kwargs:
+            yield FieldViolation(f"chat_template_kwargs.{name}", "is set by the service")
+    turn = _turn_options(prompt)
+    if turn["add_generation_prompt"] and turn["continue_final_message"]:
+        yield FieldViolation("add_generation_prompt", "excludes continue_final_message; set only one of them")
+    if turn["continue_final_message"] and prompt.messages[-1].tool_calls:
+        yield FieldViolation("continue_final_message", "the last message has tool calls, which cannot be continued")
+
+
+def _turn_options(prompt: ChatPrompt) -> dict[str, Any]:
+    """How the prompt ends; `chat_template_kwargs` win."""
     options: dict[str, Any] = {
+        "add_generation_prompt": prompt.add_generation_prompt,
+        "continue_final_message": prompt.continue_final_message,
+    }
+    options |= {name: prompt.chat_template_kwargs[name] for name in options if name in prompt.chat_template_kwargs}
+    if options["add_generation_prompt"] is None:
+        options["add_generation_prompt"] = not options["continue_final_message"]
+    return options
+
+
+def _merged_options(prompt: ChatPrompt) -> dict[str, Any]:
+    """The template's variables save messages."""
+    return {
         "tools": tool_variables(prompt),
         "documents": None,
         **effort_variables(prompt.reasoning_effort),
-        "add_generation_prompt": prompt.add_generation_prompt,
-        "continue_final_message": prompt.continue_final_message,
         **prompt.chat_template_kwargs,
+        **_turn_options(prompt),
     }
-    if options["add_generation_prompt"] is None:
-        options["add_generation_prompt"] = not options["continue_final_message"]
-    if options["add_generation_prompt"] and options["continue_final_message"]:
-        raise _invalid("add_generation_prompt", "excludes continue_final_message; set only one of them")
-    return options
 
 
 def _cut_at_end_of_message(rendered: str) -> str:
