@@ -47,7 +47,7 @@ class Violations:
         too_low = low is not None and (value <= low if low_is_open else value < low)
         too_high = high is not None and value > high
         if not math.isfinite(value) or too_low or too_high:
-            self.add(field, f"must be {_range(low, high, low_is_open=low_is_open)}, is {value:g}")
+            self.add(field, f"must be {_range(low, high, low_is_open=low_is_open)}, is {_number(value)}")
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Every id is in the vocabulary."""
@@ -65,7 +65,11 @@ class Violations:
 
 def _range(low: float | None, high: float | None, *, low_is_open: bool) -> str:
     if low is not None and high is not None:
-        return f"in {'(' if low_is_open else '['}{low:g}, {high:g}]"
+        return f"in {'(' if low_is_open else '['}{_number(low)}, {_number(high)}]"
     if low is not None:
-        return f"{'above' if low_is_open else 'at least'} {low:g}"
-    return f"at most {high:g}" if high is not None else "a finite number"
+        return f"{'above' if low_is_open else 'at least'} {_number(low)}"
+    return f"at most {_number(high)}" if high is not None else "a finite number"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -47,6 +47,11 @@ GENERATE: list[tuple[dict[str, Any], str, int]] = [
     ({**HELLO, "stopping": {"stop": ["a"] * 17}}, "stopping.stop", limits.MAX_STOP_STRINGS),
     ({**HELLO, "stopping": {"stop": ["a", "b" * 1025]}}, "stopping.stop[1]", limits.MAX_STOP_CHARACTERS),
     ({**HELLO, "stopping": {"stop_token_ids": [1] * 1025}}, "stopping.stop_token_ids", limits.MAX_ENTRIES),
+    (
+        {**HELLO, "stopping": {"repetition_detection": {"min_count": limits.MAX_PATTERN_COUNT + 1}}},
+        "stopping.repetition_detection.min_count",
+        limits.MAX_PATTERN_COUNT,
+    ),
     ({**HELLO, "output": {"logprobs": 21}}, "output.logprobs", limits.MAX_LOGPROBS),
     ({**HELLO, "priority": 101}, "priority", limits.MAX_PRIORITY),
     ({**HELLO, "request_id": "r" * 129}, "request_id", limits.MAX_REQUEST_ID_LENGTH),

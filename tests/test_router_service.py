@@ -200,6 +200,16 @@ async def test_every_prompt_and_choice_has_its_result_streamed_or_not() -> None:
         assert (await service.generation.Chat(chat, timeout=10)).results[0] == answers[0] != answers[1]
 
 
+async def test_every_prompt_has_its_log_probabilities_although_it_is_a_single_token() -> None:
+    async with serving() as service:
+        prompts = [generation_pb2.PromptInput(prompt_token_ids=common_pb2.TokenIds(ids=ids)) for ids in ([5], [5, 6])]
+        request = generation_pb2.GenerateRequest(
+            batch=generation_pb2.PromptBatch(prompts=prompts), output=common_pb2.OutputOptions(prompt_logprobs=0)
+        )
+        scores = (await service.generation.Generate(request, timeout=10)).prompt_logprobs
+        assert [(entry.prompt_index, entry.start, len(entry.tokens)) for entry in scores] == [(0, 1, 0), (1, 1, 1)]
+
+
 async def test_chat() -> None:
     async with serving() as service:
         request = generation_pb2.ChatRequest(

@@ -31,7 +31,7 @@ from twinstage.rpc.convert_public import (
     usage_to_proto,
 )
 from twinstage.text.answers.joining import MessageJoiner
-from twinstage.types import ChatMessage, Finish, ProducedToken, PromptLogprobs, RawGenerationRequest
+from twinstage.types import BatchPrompt, ChatMessage, Finish, ProducedToken, PromptLogprobs, RawGenerationRequest
 from twinstage.v1 import generation_pb2, generation_pb2_grpc
 
 LARGE_ANSWER = 1000  # log probabilities; each takes about 1.5 us to turn into a message
@@ -86,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage=usage_to_proto(answer.summary.usage),
             timing=timing_to_proto(answer.summary.timing),
             placement=placement_to_proto(answer.summary.placement),
-            prompt_logprobs=await scores_to_proto(answer.scores, answer.call.model.tokenizer.token_text),
+            prompt_logprobs=await _scores_to_proto(raw, answer),
         )
 
     async def Chat(  # noqa: N802
@@ -96,7 +96,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         raw = chat_request_from_proto(request)
         answer = await self._collect(raw, context)
         results = await convert_answer(chat_result_to_proto, answer, return_token_ids=raw.output.return_token_ids)
-        scores = await scores_to_proto(answer.scores, answer.call.model.tokenizer.token_text)
+        scores = await _scores_to_proto(raw, answer)
         return generation_pb2.ChatResponse(
             request_id=answer.call.request_id,
             model=answer.call.model.name,
@@ -214,6 +214,14 @@ async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, re
     tokens = (token for continuation in answer.continuations for token in continuation.tokens)
     num_logprobs = sum(1 + len(token.logprobs.top) for token in tokens if token.logprobs is not None)
     return convert() if num_logprobs <= LARGE_ANSWER else await asyncio.to_thread(convert)
+
+
+async def _scores_to_proto(raw: RawGenerationRequest, answer: _Answer) -> list[generation_pb2.PromptLogprobs]:
+    """One for each prompt, if they were asked for."""
+    num_prompts = len(raw.prompt.prompts) if isinstance(raw.prompt, BatchPrompt) else 1
+    is_asked = raw.output.prompt_logprobs is not None
+    token_text = answer.call.model.tokenizer.token_text
+    return await scores_to_proto(answer.scores, token_text, num_prompts=num_prompts if is_asked else 0)
 
 
 def _text_to_proto(

@@ -14,22 +14,22 @@ LARGE_PART = 1000  # log probabilities in a message of a stream
 
 
 async def scores_to_proto(
-    scores: Mapping[int, Sequence[PromptLogprobs]], token_text: TokenText
+    scores: Mapping[int, Sequence[PromptLogprobs]], token_text: TokenText, *, num_prompts: int
 ) -> list[generation_pb2.PromptLogprobs]:
-    """A message for each prompt, by its index; `scores` has the parts of each in order."""
+    """A message for each of the prompts, in order; `scores` has the parts of each, none for a prompt of one token."""
 
     def convert() -> list[generation_pb2.PromptLogprobs]:
         return [
             prompt_logprobs_to_proto(
-                (token for part in parts for token in part.tokens()),
-                start=parts[0].start,
+                (token for part in scores.get(index, ()) for token in part.tokens()),
+                start=1,
                 prompt_index=index,
                 token_text=token_text,
             )
-            for index, parts in sorted(scores.items())
+            for index in range(num_prompts)
         ]
 
-    return await asyncio.to_thread(convert) if scores else []
+    return await asyncio.to_thread(convert) if num_prompts else []
 
 
 async def in_parts(
