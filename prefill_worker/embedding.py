@@ -210,17 +210,24 @@ class EmbeddingWorker:
                     call.result.set_exception(error)
             return
         for (call, index), result in zip(batch.items, results, strict=True):
-            call.results[index] = result
+            if result is not None:
+                call.results[index] = result
+            elif not call.result.done():  # its neighbours are not to blame
+                call.result.set_exception(ComputeFailed("the model's numbers for an input are not finite"))
         for call in batch.calls:
             call.compute_s += time.monotonic() - started_s
             call.answer_if_complete()
 
-    def _encode(self, inputs: list[PoolingInput], task: PoolingTask, normalize: bool) -> tuple[bytes, ...]:
+    def _encode(self, inputs: list[PoolingInput], task: PoolingTask, normalize: bool) -> tuple[bytes | None, ...]:
+        """None for an input of which the model makes infinite numbers, or none."""
         try:
             vectors = self._encoder.encode(inputs, task=task, normalize=normalize)
             if len(vectors) != len(inputs):
                 raise ComputeFailed(f"the model gave {len(vectors)} vectors for {len(inputs)} inputs")
-            return tuple(np.ascontiguousarray(vector, dtype="<f4").tobytes() for vector in vectors)
+            return tuple(
+                np.ascontiguousarray(vector, dtype="<f4").tobytes() if np.isfinite(vector).all() else None
+                for vector in vectors
+            )
         except TwinstageError:
             raise
         except Exception as error:  # the outermost boundary of the compute thread: one batch fails, the worker lives

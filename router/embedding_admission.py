@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.limits import MAX_INPUTS
+from router.limits import MAX_INPUTS, MAX_NUMBERS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.text.tokenizer import TextTokenizer
@@ -38,6 +38,10 @@ class AdmittedInput:
     @property
     def worker_normalizes(self) -> bool:
         return self.normalize and self.dimensions is None
+
+    @property
+    def num_vectors(self) -> int:
+        return len(self.token_ids) if self.task is PoolingTask.TOKEN_EMBED else 1
 
 
 def input_limit(model: ServedModel) -> int:
@@ -75,7 +79,22 @@ def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInpu
             )
         )
     violations.raise_any()
+    _check_numbers(violations, inputs, raw, model)
+    violations.raise_any()
     return inputs
+
+
+def _check_numbers(
+    violations: Violations, inputs: list[AdmittedInput], raw: RawEncodeRequest, model: ServedModel
+) -> None:
+    """An answer that no message could hold is refused before it is computed."""
+    size = model.description
+    sizes = {PoolingTask.TOKEN_EMBED: size.token_dimensions, PoolingTask.EMBED: size.embedding_dimensions}
+    numbers = [entry.num_vectors * (entry.dimensions or sizes.get(entry.task, 1)) for entry in inputs]
+    if sum(numbers) > MAX_NUMBERS:
+        advice = "use EncodeStream" if max(numbers) <= MAX_NUMBERS else "give fewer tokens or dimensions"
+        words = f"gives {sum(numbers)} numbers, where a message has {MAX_NUMBERS} at most; {advice}"
+        violations.add(raw.inputs_field, words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +128,8 @@ def _checked_options(violations: Violations, raw: RawEncodeRequest, model: Serve
 
 def _options(violations: Violations, prefix: str, parameters: PoolingParameters, model: ServedModel) -> _Options:
     task = parameters.task or POOLING_TASKS[model.description.task][0]
-    size = model.description.embedding_dimensions
+    of_tokens = task is PoolingTask.TOKEN_EMBED
+    size = model.description.token_dimensions if of_tokens else model.description.embedding_dimensions
     truncation = parameters.truncation or Truncation()
     if task in _VECTOR_TASKS:
         violations.check_number(f"{prefix}dimensions", parameters.dimensions, low=1, high=size)
@@ -159,12 +179,12 @@ def admit_input(
     limit = input_limit(model)
     cut_to = limit if truncation.to_model_limit else truncation.tokens
     if isinstance(entry, TextPrompt):
-        if entry.text:
-            entry = TextPrompt(text=prompt + entry.text)
         if cut_to is not None:
             entry = shortened(entry, cut_to, keep_last=truncation.keep_last, tokenizer=model.tokenizer)
         elif error := too_many_characters(entry.text, model):
             return [], ".text", error
+        if entry.text:
+            entry = TextPrompt(text=prompt + entry.text)
     if isinstance(entry, TokenPrompt):
         path, error = ".token_ids.ids", _wrong_ids(entry, model)
         token_ids = list(entry.token_ids)
@@ -174,7 +194,8 @@ def admit_input(
     if error:
         return [], path, error
     if cut_to is not None and len(token_ids) > cut_to:
-        token_ids = _cut(entry, token_ids, cut_to, truncation=truncation, tokenizer=model.tokenizer)
+        kept = model.tokenizer.prompt_tokens(prompt) if truncation.keep_last and isinstance(entry, TextPrompt) else 0
+        token_ids = _cut(entry, token_ids, cut_to, kept, truncation=truncation, tokenizer=model.tokenizer)
     if len(token_ids) > limit:
         return [], path, f"has {len(token_ids)} tokens, the model's limit is {limit}; shorten it or set truncation"
     return (token_ids, path, "") if token_ids else ([], path, "gives no tokens")
@@ -213,11 +234,17 @@ def _cut(
     entry: TextPrompt | TokenPrompt,
     token_ids: list[int],
     limit: int,
+    prompt_tokens: int,
     *,
     truncation: Truncation,
     tokenizer: TextTokenizer,
 ) -> list[int]:
-    """At most `limit` tokens. Text keeps its special tokens where there is room for them; ids are cut as they are."""
+    """At most `limit` tokens. Text keeps its special tokens where there is room for them; ids are cut as they are.
+
+    The first `prompt_tokens` stay where the beginning is cut, if anything of the text does.
+    """
+    if 0 < prompt_tokens < limit - tokenizer.num_special_tokens:
+        return [*token_ids[:prompt_tokens], *token_ids[prompt_tokens - limit :]]
     if isinstance(entry, TextPrompt):
         token_ids = tokenizer.encode_truncated(entry.text, max_tokens=limit, keep_last=truncation.keep_last)
     return token_ids[-limit:] if truncation.keep_last else token_ids[:limit]

@@ -2,7 +2,8 @@
 
     requests -> reader -> waiting inputs -> batchers: all that waits, together -> results, in order
 
-At most MAX_IN_FLIGHT inputs are between the first and the last; beyond that the client is not read.
+At most MAX_IN_FLIGHT inputs, and MAX_IN_FLIGHT_BYTES with their results, are between the first and the last; beyond
+that the client is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from router.catalog import check_can_do
 from router.embedding import Embedding, work_of
-from router.embedding_admission import AdmittedInput
+from router.embedding_admission import AdmittedInput, input_limit
 from router.encoder import EncodingCall, Vector
 from router.gate import Gate
 from router.generation import Deadlines
@@ -28,11 +29,14 @@ from twinstage.errors import (
     Unavailable,
 )
 from twinstage.telemetry.log import get_logger
-from twinstage.types import RawEncodeRequest
+from twinstage.types import PoolingTask, RawEncodeRequest, TextPrompt
 
 MAX_IN_FLIGHT = 128
+MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 MAX_BATCH_INPUTS = 32
 BATCHERS = 4
+_BYTES_PER_UNIT = 36  # a token's id as an object, in a tuple; more than a character takes, with the message it came in
+_ROOM_FOR_SPECIAL_TOKENS = 1024  # and for a prompt
 
 logger = get_logger(__name__)
 
@@ -46,6 +50,27 @@ class _Waiting:
 
     request: StreamRequest
     result: asyncio.Future[StreamResult]
+    num_bytes: int
+
+
+class _Room:
+    """What is in flight, bounded. One input may always go, however large it is. For one task that takes."""
+
+    def __init__(self) -> None:
+        self._inputs = self._bytes = 0
+        self._changed = asyncio.Event()
+
+    async def take(self, num_bytes: int) -> None:
+        while self._inputs and (self._inputs >= MAX_IN_FLIGHT or self._bytes + num_bytes > MAX_IN_FLIGHT_BYTES):
+            self._changed.clear()
+            await self._changed.wait()
+        self._inputs += 1
+        self._bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        self._inputs -= 1
+        self._bytes -= num_bytes
+        self._changed.set()
 
 
 class EmbeddingStream:
@@ -61,9 +86,9 @@ class EmbeddingStream:
         self._caller = caller
         self._id = uuid.uuid4().hex
         self._model: tuple[str, ServedModel] | None = None
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()  # bounded by the slots
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()  # bounded by the room
         self._ordered: asyncio.Queue[_Waiting | None] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._room = _Room()
 
     async def results(self, requests: AsyncIterator[StreamRequest]) -> AsyncGenerator[StreamResult, None]:
         """One result per request, in order. Ends when the requests end; raises what reading them raises."""
@@ -72,7 +97,7 @@ class EmbeddingStream:
         try:
             while (waiting := await self._ordered.get()) is not None:
                 yield await waiting.result
-                self._slots.release()
+                self._room.leave(waiting.num_bytes)
             await reader
         finally:
             for task in (reader, *batchers):
@@ -82,12 +107,30 @@ class EmbeddingStream:
     async def _read(self, requests: AsyncIterator[StreamRequest]) -> None:
         try:
             async for request in requests:
-                await self._slots.acquire()
-                waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+                num_bytes = self._bytes_of(request)
+                await self._room.take(num_bytes)
+                waiting = _Waiting(request, asyncio.get_running_loop().create_future(), num_bytes)
                 self._ordered.put_nowait(waiting)
                 self._waiting.put_nowait(waiting)
         finally:
             self._ordered.put_nowait(None)
+
+    def _bytes_of(self, request: StreamRequest) -> int:
+        """Of an input and its result, at most."""
+        if isinstance(request, TwinstageError):
+            return 0
+        (entry,) = request.inputs
+        if entry is None:
+            return 0
+        size = len(entry.text.encode()) if isinstance(entry, TextPrompt) else len(entry.token_ids)
+        try:
+            model = self._model_of(request)
+        except TwinstageError:  # it will be told when its turn comes
+            return size * _BYTES_PER_UNIT
+        of_tokens = request.task is PoolingTask.TOKEN_EMBED
+        vectors = min(size + _ROOM_FOR_SPECIAL_TOKENS, input_limit(model)) if of_tokens else 1
+        numbers = max(1, model.description.token_dimensions, model.description.embedding_dimensions)
+        return size * _BYTES_PER_UNIT + vectors * 4 * numbers
 
     async def _work_off(self) -> None:
         """Take all that waits, answer it, and again."""

@@ -28,6 +28,8 @@ from twinstage.types import PoolingInput, PoolingTask, RequestId
 
 MAX_BATCH_INPUTS = 64
 MAX_BATCH_TOKENS = 4096  # padding included: inputs of similar length go together
+MAX_TOKEN_VECTORS = 1024  # of a batch: 16 MiB with 4,096 numbers each
+LARGE_RESULT = 64  # vectors; cutting more of them would hold up the event loop
 CALLS_PER_WORKER = 2  # one computes while the next one waits
 
 _turns = itertools.count()
@@ -92,7 +94,9 @@ class BatchEncoder:
             for batch in batches:
                 encoded = await self._encode_batch([inputs[index] for index in batch], call)
                 for index, data in zip(batch, encoded.vectors or map(_SCORE.pack, encoded.scores), strict=True):
-                    vectors[index] = finish_vector(data, inputs[index])
+                    is_large = inputs[index].dimensions is not None and inputs[index].num_vectors > LARGE_RESULT
+                    finish = partial(finish_vector, data, inputs[index])
+                    vectors[index] = await asyncio.to_thread(finish) if is_large else finish()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -173,7 +177,8 @@ def make_batches(inputs: Sequence[AdmittedInput]) -> Iterator[list[int]]:
     for index in sorted(range(len(inputs)), key=lambda index: (kind(index), -len(inputs[index].token_ids))):
         if batch:
             is_full = len(batch) >= MAX_BATCH_INPUTS
-            is_too_large = len(inputs[batch[0]].token_ids) * (len(batch) + 1) > MAX_BATCH_TOKENS
+            most_tokens = MAX_TOKEN_VECTORS if inputs[index].task is PoolingTask.TOKEN_EMBED else MAX_BATCH_TOKENS
+            is_too_large = len(inputs[batch[0]].token_ids) * (len(batch) + 1) > most_tokens
             if is_full or is_too_large or kind(batch[0]) != kind(index):
                 yield batch
                 batch = []
@@ -184,7 +189,7 @@ def make_batches(inputs: Sequence[AdmittedInput]) -> Iterator[list[int]]:
 
 def finish_vector(data: bytes, entry: AdmittedInput) -> Vector:
     """Cut each vector to the dimensions that were asked for, and scale what is left to length 1."""
-    rows = len(entry.token_ids) if entry.task is PoolingTask.TOKEN_EMBED else 1
+    rows = entry.num_vectors
     if entry.dimensions is not None:
         row_bytes = len(data) // rows
         starts = range(0, len(data), row_bytes)

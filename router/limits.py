@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_UNARY_PROMPT_LOGPROBS = (
     100_000  # with alternatives; some 2 MB, where clients of gRPC take 4 MiB unless told otherwise
 )
+MAX_NUMBERS = 15_000_000  # of vectors in a unary answer, and of one input: 60 MB, where a message has 64 MiB at most
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_PATTERN_SIZE = 256  # tokens of a pattern that repetition_detection looks for

@@ -1,16 +1,17 @@
 """Score and Rerank: pairs of texts in, numbers out.
 
-A scoring model reads each pair as a whole. An embedding model scores a pair by the cosine of its two vectors; every
-text is encoded once, whatever the number of its pairs.
+A scoring model reads each pair as a whole. An embedding model scores a pair by comparing its two vectors, by the cosine
+unless its files name another way; every text is encoded once, whatever the number of its pairs.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import mul
+from operator import mul, sub
 
 from router.catalog import Work
 from router.embedding import Embedding, EmbeddingResult, PoolingCall
@@ -56,8 +57,9 @@ class Scoring:
             scores = (array("f", vector.data)[0] for vector in result.vectors)
             return ScoringResult(scores=tuple(enumerate(scores)), totals=result)
         queries, documents = result.vectors[:-num_documents], result.vectors[-num_documents:]
-        cosines = await self._embedding.in_thread(partial(_cosines, queries, documents))
-        return ScoringResult(scores=tuple(enumerate(cosines)), totals=result)
+        similarity = _SIMILARITIES[model.tokenizer.bundle.similarity]
+        compared = await self._embedding.in_thread(partial(_compared, similarity, queries, documents))
+        return ScoringResult(scores=tuple(enumerate(compared)), totals=result)
 
     async def rerank(
         self, raw: RawScoreRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""
@@ -68,9 +70,23 @@ class Scoring:
         return ScoringResult(scores=tuple(best[: raw.top_n]), totals=result.totals)
 
 
-def _cosines(queries: Sequence[Vector], documents: Sequence[Vector]) -> list[float]:
-    """Of one query with every document, or of each with its own. The vectors have length 1."""
+def _compared(
+    similarity: Callable[[array[float], array[float]], float], queries: Sequence[Vector], documents: Sequence[Vector]
+) -> list[float]:
+    """One query with every document, or each with its own."""
     sides = [array("f", query.data) for query in queries]
     first = sides * len(documents) if len(sides) == 1 else sides
-    pairs = zip(first, (array("f", document.data) for document in documents), strict=True)
-    return [min(1.0, max(-1.0, sum(map(mul, left, right)))) for left, right in pairs]
+    others = (array("f", document.data) for document in documents)
+    return [similarity(query, document) for query, document in zip(first, others, strict=True)]
+
+
+def _dot(left: array[float], right: array[float]) -> float:
+    return float(sum(map(mul, left, right)))
+
+
+_SIMILARITIES: Mapping[str, Callable[[array[float], array[float]], float]] = {
+    "cosine": lambda left, right: min(1.0, max(-1.0, _dot(left, right))),  # the vectors have length 1
+    "dot": _dot,
+    "euclidean": lambda left, right: -math.dist(left, right),
+    "manhattan": lambda left, right: -sum(map(abs, map(sub, left, right))),
+}

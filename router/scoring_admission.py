@@ -40,13 +40,12 @@ def admit_texts(raw: RawScoreRequest, model: ServedModel) -> list[AdmittedInput]
 def admit_pairs(raw: RawScoreRequest, model: ServedModel) -> list[AdmittedInput]:
     """Check, tokenize and truncate all pairs. Runs in a thread. Raises InvalidRequest.
 
-    Truncation takes tokens of the longer text first, from its end; what a template makes of a pair is never cut.
+    Truncation takes tokens of the longer text first, from its end; in a template, of the document alone.
     """
     violations = _checked(raw, model)
     _check_texts(violations, raw, model)
     violations.raise_any()
-    limit = input_limit(model)
-    max_tokens = limit if raw.truncation.to_model_limit else raw.truncation.tokens
+    max_tokens = input_limit(model) if raw.truncation.to_model_limit else raw.truncation.tokens
     inputs: list[AdmittedInput] = []
     wrong = 0
     for index, document in enumerate(raw.documents):
@@ -55,9 +54,9 @@ def admit_pairs(raw: RawScoreRequest, model: ServedModel) -> list[AdmittedInput]
             cut = (TextPrompt(text=text) for text in pair)
             pair = [shortened(text, max_tokens, keep_last=False, tokenizer=model.tokenizer).text for text in cut]
         token_ids, token_types = tokenize_pair(model.tokenizer, pair[0], pair[1], max_tokens=max_tokens)
-        if len(token_ids) > limit and wrong < MAX_LISTED_PER_FIELD:
-            size = f"has {len(token_ids)} tokens with its query, the model's limit is {limit}"
-            violations.add(f"documents[{index}]", f"{size}; shorten it or set truncation")
+        error = _wrong_length(len(token_ids), max_tokens, input_limit(model))
+        if error and wrong < MAX_LISTED_PER_FIELD:
+            violations.add(f"documents[{index}]", error)
             wrong += 1
         inputs.append(
             AdmittedInput(
@@ -70,6 +69,17 @@ def admit_pairs(raw: RawScoreRequest, model: ServedModel) -> list[AdmittedInput]
         )
     violations.raise_any()
     return inputs
+
+
+def _wrong_length(length: int, max_tokens: int | None, limit: int) -> str:
+    """What is wrong with a pair of so many tokens; empty: nothing."""
+    if not length:
+        return "gives no tokens with its query"
+    if max_tokens is not None and length > max_tokens:
+        return f"leaves {length} tokens with its query when all is cut that can be; {max_tokens} are asked for"
+    if length > limit:
+        return f"has {length} tokens with its query, the model's limit is {limit}; shorten it or set truncation"
+    return ""
 
 
 def _checked(raw: RawScoreRequest, model: ServedModel) -> Violations:
@@ -116,6 +126,7 @@ def _admit_all(
     named = next((name for name in prompt_names if name in model.tokenizer.bundle.prompts), None)
     prompt = prompt_text(model, named)
     unpooled = unpooled_tokens(model, prompt)
+    normalize = model.tokenizer.bundle.similarity == "cosine"
     inputs: list[AdmittedInput] = []
     wrong = 0
     for index, text in enumerate(texts):
@@ -124,6 +135,6 @@ def _admit_all(
             violations.add(_path(field, index), error)
             wrong += 1
         inputs.append(
-            AdmittedInput(token_ids=tuple(token_ids), normalize=True, dimensions=None, unpooled_tokens=unpooled)
+            AdmittedInput(token_ids=tuple(token_ids), normalize=normalize, dimensions=None, unpooled_tokens=unpooled)
         )
     return inputs

@@ -92,6 +92,7 @@ def make_model(
         eos_token_ids=(256,) if task is Task.GENERATE else (),
         tokenizer_fingerprint=(bundle or make_bundle()).fingerprint,
         embedding_dimensions=4 if task is Task.EMBED else 0,
+        token_dimensions=4 if task is Task.EMBED else 0,
     )
 
 
@@ -335,7 +336,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         if request.task == worker_pb2.POOLING_TASK_CLASSIFY:
             return make_probabilities(token_ids)
         if request.task == worker_pb2.POOLING_TASK_TOKEN_EMBED:
-            size = 4 * self.description.model.embedding_dimensions
+            size = 4 * self.description.model.token_dimensions
             rows = (make_vector([token_id], normalize=request.normalize) for token_id in entry.token_ids)
             return b"".join(row.ljust(size, b"\0") for row in rows)
         return make_vector(token_ids, normalize=request.normalize)

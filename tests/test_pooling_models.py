@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tiny_models import CHAT_TEMPLATE, VOCABULARY_SIZE, make_tiny_model, write_tiny_tokenizer
@@ -103,8 +104,14 @@ def test_packed_models_in_bfloat16_are_close_and_others_refuse_it(tmp_path: Path
     expected = _stock(folder).encode(TEXTS, normalize_embeddings=True)
     assert (vectors * expected).sum(axis=1).min() > 0.999
     assert np.abs(vectors - expected).max() > TOLERANCE  # it is another precision
+    folder = _embedder(tmp_path / "other", "mpnet")
     with pytest.raises(ConfigError, match="float32 only"):
-        load_pooling(resolve_model(str(_embedder(tmp_path / "other", "mpnet"))), dtype="bfloat16")
+        load_pooling(resolve_model(str(folder)), dtype="bfloat16")
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layer.0.output.dense.bias"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="no finite numbers"):
+        load_pooling(resolve_model(str(folder)))
 
 
 def test_every_way_of_pooling_and_every_module_after_it(tmp_path: Path) -> None:
@@ -116,7 +123,8 @@ def test_every_way_of_pooling_and_every_module_after_it(tmp_path: Path) -> None:
     steps = (residual, LayerNorm(24), Dense(24, 16, bias=False), Normalize())
     folder = _embedder(tmp_path, "bert", pooling={"pooling_mode": modes}, steps=steps)
     np.testing.assert_allclose(_encode(folder, TEXTS, normalize=False), _stock(folder).encode(TEXTS), atol=TOLERANCE)
-    assert load_pooling(resolve_model(str(folder))).facts.dimensions == 16
+    facts = load_pooling(resolve_model(str(folder))).facts
+    assert (facts.dimensions, facts.token_dimensions) == (16, 32)
 
 
 def test_flags_of_the_older_format_are_joined_in_the_same_order(tmp_path: Path) -> None:
@@ -129,8 +137,10 @@ def test_flags_of_the_older_format_are_joined_in_the_same_order(tmp_path: Path) 
 def test_prompts_and_what_of_them_is_pooled(tmp_path: Path) -> None:
     pooling = {"pooling_mode": ("mean", "weightedmean", "cls"), "include_prompt": False}
     prompts = {"query": "The village: ", "document": ""}
-    folder = _embedder(tmp_path, "bert", pooling=pooling, prompts=prompts, default_prompt_name="query")
+    settings = {"prompts": prompts, "default_prompt_name": "query", "similarity_fn_name": "euclidean"}
+    folder = _embedder(tmp_path, "bert", pooling=pooling, **settings)
     bundle = read_bundle(folder)
+    assert bundle.similarity == "euclidean"
     assert (bundle.prompts, bundle.default_prompt_name, bundle.pools_prompt) == (prompts, "query", False)
     tokenizer = TextTokenizer(bundle)
     prompt_tokens = tokenizer.prompt_tokens(prompts["query"])

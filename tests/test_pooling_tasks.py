@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from fake_workers import FakeCluster, make_bundle, make_model, make_probabilities, make_score, make_vector, until
@@ -81,10 +82,19 @@ async def test_a_scoring_model_reads_each_pair_as_a_whole(template: str | None) 
         error = await failing(scoring(channel).Score(wrong, timeout=10))
         fields = [entry.field for entry in details(error)["BadRequest"].field_violations]
         assert fields[-1] == "documents[1]", "too long as a pair"
+        wrong.truncation.tokens = 6 if template is None else 3
+        if template is not None:  # its own words, and the query, leave no room
+            error = await failing(scoring(channel).Score(wrong, timeout=10))
+            (first, _) = details(error)["BadRequest"].field_violations
+            assert (first.field, "when all is cut" in first.description) == ("documents[0]", True)
+            wrong.truncation.model_limit.SetInParent()
+            wrong.queries[0] = "a"
+        response = await scoring(channel).Score(wrong, timeout=10)
         if template is None:
-            wrong.truncation.tokens = 6
-            response = await scoring(channel).Score(wrong, timeout=10)
             assert response.scores[1].score == pytest.approx(scored(bundle, "a" * 9, "c" * 9, max_tokens=6))
+        else:
+            room = 12 - len(TextTokenizer(bundle).encode("Q:a|D:?", add_special_tokens=False))
+            assert response.scores[1].score == pytest.approx(scored(bundle, "a", "c" * room))
         error = await failing(embedding(channel).Embed(embedding_pb2.EmbedRequest(texts=["a"]), timeout=10))
         assert details(error)["ErrorInfo"].reason == "TASK_NOT_SUPPORTED"
 
@@ -157,6 +167,11 @@ async def test_parameters_are_one_for_all_or_one_per_input() -> None:
         wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
         error = await failing(embedding(channel).Encode(wrong, timeout=10))
         assert [entry.field for entry in details(error)["BadRequest"].field_violations] == ["parameters[2].dimensions"]
+        each[2].truncation.side = 9  # type: ignore[assignment]
+        wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
+        error = await failing(embedding(channel).Encode(wrong, timeout=10))
+        fields = [entry.field for entry in details(error)["BadRequest"].field_violations]
+        assert fields == ["parameters[2].truncation.side"]
         each[2] = embedding_pb2.EncodeParameters(task=embedding_pb2.POOLING_TASK_CLASSIFY)
         wrong = embedding_pb2.EncodeRequest(inputs=inputs, parameters=each)
         error = await failing(embedding(channel).Encode(wrong, timeout=10))
@@ -167,7 +182,7 @@ async def test_a_thousand_vectors_of_a_thousand_numbers_fit_into_a_stream() -> N
     bundle = make_bundle(max_input_tokens=1024)
     model = make_model(task=Task.EMBED, bundle=bundle, max_model_len=1024)
     text = "ab" * 512
-    async with pooling(replace(model, embedding_dimensions=1024), bundle) as channel:
+    async with pooling(replace(model, embedding_dimensions=1024, token_dimensions=1024), bundle) as channel:
         entry = embedding_pb2.EncodeInput(text=text)
         error = await failing(
             embedding(channel).Encode(embedding_pb2.EncodeRequest(inputs=[entry], task=TOKEN_EMBED), timeout=30)
@@ -187,6 +202,70 @@ async def test_a_thousand_vectors_of_a_thousand_numbers_fit_into_a_stream() -> N
         for row in (0, 511, 1022, 1023):
             assert values[1024 * row : 1024 * row + 4] == pytest.approx(struct.unpack("<4f", expected[row % 2]))
         assert [response.index for response in responses[len(parts) :]] == [1]
+
+
+@pytest.mark.parametrize("similarity", ["dot", "euclidean", "manhattan"])
+async def test_vectors_are_compared_as_the_model_says(similarity: str) -> None:
+    bundle = replace(BUNDLE, similarity=similarity)
+    async with pooling(make_model(task=Task.EMBED, bundle=bundle), bundle) as channel:
+        request = scoring_pb2.ScoreRequest(queries=["abc"], documents=["abc", "cx"])
+        scores = [entry.score for entry in (await scoring(channel).Score(request, timeout=10)).scores]
+        vectors = [
+            np.frombuffer(make_vector(TextTokenizer(bundle).encode(text), normalize=False), "<f4")
+            for text in ("abc", "cx")
+        ]
+        similar = sentence_transformers_similarity(similarity)
+        assert scores == pytest.approx([similar(vectors[0], vector) for vector in vectors], abs=1e-5)
+
+
+def sentence_transformers_similarity(name: str) -> Callable[[Any, Any], float]:
+    """By their definition in `sentence_transformers.util`."""
+    return {
+        "dot": lambda left, right: float(left @ right),
+        "euclidean": lambda left, right: -float(np.linalg.norm(left - right)),
+        "manhattan": lambda left, right: -float(np.abs(left - right).sum()),
+    }[name]
+
+
+async def test_a_prompt_stays_where_the_beginning_of_a_text_is_cut() -> None:
+    bundle = replace(BUNDLE, prompts={"query": "qu"}, pools_prompt=False)
+    async with pooling(make_model(task=Task.EMBED, bundle=bundle), bundle) as channel:
+        vectors = []
+        for text, cut in (("abcde" * 300 + "xyz", 5), ("xyz", None), ("xyz", 5)):
+            request = embedding_pb2.EmbedRequest(texts=[text], normalize=False, prompt_name="query")
+            if cut is not None:
+                request.truncation.tokens = cut
+            response = await embedding(channel).Embed(request, timeout=10)
+            assert response.usage.prompt_tokens == 5
+            vectors.append(list(response.embeddings[0].values))
+        assert vectors[0] == vectors[1] == vectors[2], "the prompt is not pooled, and the text is cut to its end"
+
+
+async def test_vectors_of_tokens_have_a_size_of_their_own() -> None:
+    model = replace(make_model(task=Task.EMBED, bundle=BUNDLE), embedding_dimensions=3, token_dimensions=8)
+    async with pooling(model, BUNDLE) as channel:
+        entry = embedding_pb2.EncodeInput(text="abc")
+        for wanted in (3, 6, 8):
+            request = embedding_pb2.EncodeRequest(inputs=[entry], task=TOKEN_EMBED, dimensions=wanted, normalize=False)
+            (result,) = (await embedding(channel).Encode(request, timeout=10)).embeddings
+            assert (result.rows, result.dimensions, len(result.values)) == (3, wanted, 3 * wanted)
+            assert list(result.values[wanted:])[:2] == [1.0, TextTokenizer(BUNDLE).encode("b")[0]]
+        request.dimensions = 9
+        error = await failing(embedding(channel).Encode(request, timeout=10))
+        assert [entry.field for entry in details(error)["BadRequest"].field_violations] == ["dimensions"]
+
+
+async def test_an_answer_that_no_message_holds_is_refused_before_it_is_computed() -> None:
+    size = 1_000_000
+    model = replace(make_model(task=Task.EMBED, bundle=BUNDLE), embedding_dimensions=size, token_dimensions=size)
+    async with pooling(model, BUNDLE) as channel:
+        inputs = [embedding_pb2.EncodeInput(text="abcdefgh")] * 2
+        error = await failing(
+            embedding(channel).Encode(embedding_pb2.EncodeRequest(inputs=inputs, task=TOKEN_EMBED), timeout=10)
+        )
+        (violation,) = details(error)["BadRequest"].field_violations
+        assert (violation.field, "16000000 numbers" in violation.description) == ("inputs", True)
+        assert "use EncodeStream" in violation.description
 
 
 async def test_prompts_go_before_texts_by_name() -> None:

@@ -822,6 +822,27 @@ async def test_a_model_that_gives_no_usable_vectors_fails_its_calls_and_the_work
         assert _vectors((await worker.encode(_pooling([[5]]), normalize=True)).vectors) == [[5.0, 1.0]]
 
 
+async def test_numbers_that_are_not_finite_fail_their_call_and_not_its_neighbours() -> None:
+    class Overflowing(StandInEncoder):
+        def encode(
+            self, inputs: Sequence[PoolingInput], *, task: PoolingTask, normalize: bool
+        ) -> Sequence[NDArray[np.float32]]:
+            vectors = super().encode(inputs, task=task, normalize=normalize)
+            return [np.where(vector == 7, np.float32("nan"), vector) for vector in vectors]
+
+    encoder = Overflowing()
+    async with _embedding(encoder) as worker, asyncio.timeout(10):
+        calls = [asyncio.ensure_future(worker.encode(_pooling(inputs))) for inputs in ([[1]], [[2], [7]], [[3]])]
+        await asyncio.sleep(0)
+        encoder.gate.set()
+        one, wrong, three = await asyncio.gather(*calls, return_exceptions=True)
+        assert encoder.batches == [(4, True)]
+        assert isinstance(wrong, ComputeFailed)
+        for vector, encoded in ((1.0, one), (3.0, three)):
+            assert not isinstance(encoded, BaseException)
+            assert _vectors(encoded.vectors) == [[vector, 1.0]]
+
+
 async def test_wrong_inputs_and_too_many_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()

@@ -32,6 +32,7 @@ from router.service.context import caller_of, host_of
 from router.service.generation import convert_answer
 from router.worker_entry import ServedModel
 from twinstage.errors import ComputeFailed, ConfigError, Unavailable
+from twinstage.rpc.convert_public import encode_stream_request_from_proto
 from twinstage.settings import read_settings
 from twinstage.text.answers.joining import MessageJoiner
 from twinstage.text.tokenizer import TextTokenizer
@@ -567,6 +568,43 @@ async def test_encode_stream_bounds_what_is_in_flight_and_can_be_cancelled() -> 
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await reading
+
+
+async def test_encode_stream_bounds_the_bytes_in_flight_and_serves_what_is_larger_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []  # by the router; clients send what gRPC's windows hold
+
+    def counting(request: embedding_pb2.EncodeStreamRequest) -> RawEncodeRequest:
+        read.append(len(request.input.token_ids.ids))
+        return encode_stream_request_from_proto(request)
+
+    monkeypatch.setattr("router.embedding_stream.MAX_IN_FLIGHT_BYTES", 4 * 1024)
+    monkeypatch.setattr("router.service.embedding.encode_stream_request_from_proto", counting)
+    async with serving() as service:
+        worker = service.embedders.prefill[0]
+        stalled = [worker.script.stall("encode") for _ in range(2)]
+
+        async def requests() -> AsyncIterator[embedding_pb2.EncodeStreamRequest]:
+            for count in (1, 1, 1000, 1000, 1, 1000):  # one more is read than has room
+                ids = common_pb2.TokenIds(ids=[3] * count)
+                cut = embedding_pb2.Truncation(tokens=2)
+                yield embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(token_ids=ids), truncation=cut)
+
+        call = service.embedding.EncodeStream(requests(), timeout=20)
+        answers = asyncio.create_task(_all_of(call))
+        await worker.script.reached("encode").wait()
+        await asyncio.sleep(0.1)
+        assert read == [1, 1, 1000]
+        for event in stalled:
+            event.set()
+        responses = await answers
+        assert [response.index for response in responses] == [0, 1, 2, 3, 4, 5]
+        assert [response.embedding.prompt_tokens for response in responses] == [1, 1, 2, 2, 1, 2]
+
+
+async def _all_of(call: Any) -> list[Any]:
+    return [response async for response in call]
 
 
 async def test_encode_stream_wants_one_model() -> None:

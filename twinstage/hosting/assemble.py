@@ -195,6 +195,7 @@ def build_encoder(
         protocol_version=protocol_version,
         max_model_len=encoder.facts.max_model_len,
         embedding_dimensions=encoder.facts.dimensions,
+        token_dimensions=encoder.facts.token_dimensions,
         labels=encoder.facts.labels,
     )
     return encoder, description
@@ -231,6 +232,7 @@ def _describe(
     layout: KvLayout | None = None,
     num_blocks: int = 0,
     embedding_dimensions: int = 0,
+    token_dimensions: int = 0,
     labels: tuple[str, ...] = (),
     numerics: str = "",
 ) -> WorkerDescription:
@@ -246,6 +248,7 @@ def _describe(
             tokenizer_fingerprint=found.bundle.fingerprint,
             served_model_name=settings.served_model_name,
             embedding_dimensions=embedding_dimensions,
+            token_dimensions=token_dimensions,
             labels=labels,
         ),
         kv_layout_fingerprint=layout.fingerprint if layout is not None else "",

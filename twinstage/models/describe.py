@@ -15,6 +15,7 @@ def describe_model(
     tokenizer_fingerprint: str,
     served_model_name: str | None = None,
     embedding_dimensions: int = 0,
+    token_dimensions: int = 0,
     labels: tuple[str, ...] = (),
 ) -> ModelDescription:
     """Describe a loaded model. `max_model_len` is the effective one; the tokenizer's facts come from its bundle.
@@ -30,5 +31,6 @@ def describe_model(
         eos_token_ids=eos_token_ids,
         tokenizer_fingerprint=tokenizer_fingerprint,
         embedding_dimensions=embedding_dimensions,
+        token_dimensions=token_dimensions,
         labels=labels,
     )

@@ -26,6 +26,7 @@ def model_description_to_proto(model: ModelDescription) -> worker_pb2.ModelInfo:
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         embedding_dimensions=model.embedding_dimensions,
+        token_dimensions=model.token_dimensions,
         labels=model.labels,
     )
 
@@ -42,6 +43,7 @@ def model_description_from_proto(message: worker_pb2.ModelInfo) -> ModelDescript
         eos_token_ids=tuple(message.eos_token_ids),
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         embedding_dimensions=message.embedding_dimensions,
+        token_dimensions=message.token_dimensions,
         labels=tuple(message.labels),
     )
 

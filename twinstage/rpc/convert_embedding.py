@@ -42,14 +42,14 @@ _SIDES = frozenset(embedding_pb2.TruncationSide.values())
 def encode_request_from_proto(request: embedding_pb2.EncodeRequest) -> RawEncodeRequest:
     """Raises InvalidRequest for enumeration values that this version does not know."""
     _check_enumerations(request, has_task=True)
-    own = _parameters_from_proto(request, "task")
+    own = _parameters_from_proto(request, "")
     return RawEncodeRequest(
         inputs=tuple(_encode_input_from_proto(entry) for entry in request.inputs),
         model=request.model,
         request_id=request.request_id,
         task=own.task,
         parameters=tuple(
-            own.over(_parameters_from_proto(entry, f"parameters[{index}].task"))
+            own.over(_parameters_from_proto(entry, f"parameters[{index}]."))
             for index, entry in enumerate(request.parameters)
         ),
         **_vector_options(request),
@@ -82,10 +82,15 @@ def encode_stream_request_from_proto(request: embedding_pb2.EncodeStreamRequest)
 
 
 def _parameters_from_proto(
-    message: embedding_pb2.EncodeRequest | embedding_pb2.EncodeParameters, task_field: str
+    message: embedding_pb2.EncodeRequest | embedding_pb2.EncodeParameters, prefix: str
 ) -> PoolingParameters:
+    violations = []
     if message.task not in _TASK_FROM_PROTO:
-        raise InvalidRequest([FieldViolation(task_field, f"unknown value {message.task}")])
+        violations.append(FieldViolation(f"{prefix}task", f"unknown value {message.task}"))
+    if message.truncation.side not in _SIDES:
+        violations.append(_unknown_side(message.truncation, prefix))
+    if violations:
+        raise InvalidRequest(violations)
     return PoolingParameters(
         task=_TASK_FROM_PROTO[message.task],
         truncation=truncation_from_proto(message.truncation) if message.HasField("truncation") else None,
@@ -141,8 +146,8 @@ def truncation_from_proto(truncation: embedding_pb2.Truncation) -> Truncation:
     )
 
 
-def _unknown_side(truncation: embedding_pb2.Truncation) -> FieldViolation:
-    return FieldViolation("truncation.side", f"unknown value {truncation.side}")
+def _unknown_side(truncation: embedding_pb2.Truncation, prefix: str = "") -> FieldViolation:
+    return FieldViolation(f"{prefix}truncation.side", f"unknown value {truncation.side}")
 
 
 def embedding_to_proto(

@@ -20,6 +20,8 @@ from twinstage.errors import ModelError
 
 GenerationDefault = float | int | bool
 
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")  # the last two as negative distances
+
 _GENERATION_KEYS = (
     "do_sample",
     "temperature",
@@ -54,6 +56,7 @@ class TokenizerBundle:
     scorers the tokenizer itself makes one input of a pair, which `tokenize_pair` does as well.
     `prompts` are texts that an embedding model wants before its inputs, by name; `default_prompt_name` names the one
     that is put there when a request names none. Without `pools_prompt` the prompt's tokens are left out of the pooling.
+    `similarity` is how two vectors of an embedding model are compared: one of SIMILARITIES.
     """
 
     tokenizer_json: str = field(repr=False)
@@ -67,6 +70,7 @@ class TokenizerBundle:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     pools_prompt: bool = True
+    similarity: str = "cosine"
 
     def to_bytes(self) -> bytes:
         """Serialize; equal bundles give equal bytes."""
@@ -194,10 +198,14 @@ def _prompts(directory: Path) -> dict[str, Any]:
     known = {name: text for name, text in prompts.items() if isinstance(text, str)} if isinstance(prompts, dict) else {}
     if default is not None and default not in known:
         raise ModelError(f"{directory} has the prompt {default!r} as its default, and no prompt of that name")
+    similarity = settings.get("similarity_fn_name") or SIMILARITIES[0]
+    if similarity not in SIMILARITIES:
+        raise ModelError(f"{directory} compares vectors by {similarity!r}; served are {', '.join(SIMILARITIES)}")
     pooling = _read_json(directory / "1_Pooling" / "config.json")
     return {
         "prompts": known,
         "default_prompt_name": default,
+        "similarity": similarity,
         "pools_prompt": pooling.get("include_prompt") is not False,
     }
 

@@ -60,11 +60,22 @@ def tokenize_pair(
 ) -> tuple[list[int], list[int]]:
     """Token ids and token types of a pair, in the form that the model of this bundle expects.
 
-    With a `score_template` in the bundle the rendered text is tokenized as it is, without further special tokens, and
-    is never cut (there `max_tokens` does nothing, and the caller checks the length): what follows the document asks
-    the question. Without one the pair is put together by the tokenizer. Raises InvalidRequest when the template fails.
+    With a `score_template` in the bundle the rendered text is tokenized as it is, without further special tokens. To
+    have `max_tokens` the end of the document is cut, and never what the template puts after it, which asks the
+    question. Without one the pair is put together by the tokenizer. Where template and query, or special tokens, are
+    too long by themselves, more tokens than `max_tokens` come back. Raises InvalidRequest when the template fails.
     """
     if tokenizer.bundle.score_template is None:
         return tokenizer.encode_pair(query, document, max_tokens=max_tokens)
-    rendered = run(prepare_pair(tokenizer.bundle, query, document))
-    return tokenizer.encode(rendered, add_special_tokens=False), []
+    token_ids = _rendered(tokenizer, query, document)
+    while max_tokens is not None and len(token_ids) > max_tokens and document:
+        length = len(tokenizer.encode(document, add_special_tokens=False))
+        # Nearly always once: tokens at the borders of the document may be others in the prompt.
+        shorter = tokenizer.shortened(document, max_tokens=length - (len(token_ids) - max_tokens))
+        document = min(shorter, document[:-1], key=len)  # a character of several tokens is cut as a whole
+        token_ids = _rendered(tokenizer, query, document)
+    return token_ids, []
+
+
+def _rendered(tokenizer: TextTokenizer, query: str, document: str) -> list[int]:
+    return tokenizer.encode(run(prepare_pair(tokenizer.bundle, query, document)), add_special_tokens=False)

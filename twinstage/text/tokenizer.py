@@ -71,6 +71,11 @@ class TextTokenizer:
         """Split text into token ids, by default with the special tokens that the model expects around an input."""
         return self._tokenizer.encode(self._prepared(text), add_special_tokens=add_special_tokens).ids
 
+    @property
+    def num_special_tokens(self) -> int:
+        """How many special tokens are put around a single text."""
+        return int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
+
     @lru_cache(maxsize=64)  # noqa: B019 - a tokenizer lives as long as its model
     def prompt_tokens(self, prompt: str) -> int:
         """How many tokens at the beginning of an input are of `prompt`, by sentence-transformers' rule.
@@ -87,7 +92,7 @@ class TextTokenizer:
         below their number gives them alone.
         """
         encoding = self._tokenizer.encode(self._prepared(text), add_special_tokens=False)
-        room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
+        room = max(0, max_tokens - self.num_special_tokens)
         encoding.truncate(room, direction="left" if keep_last else "right")
         return self._tokenizer.post_process(encoding, None, add_special_tokens=True).ids
 
@@ -113,6 +118,13 @@ class TextTokenizer:
             of_run = [token_type for _, token_type in run]
             types += of_run if text is None else of_run[: kept[text]]
         return cut.ids, types
+
+    def shortened(self, text: str, *, max_tokens: int) -> str:
+        """The beginning of a text, without the characters of the tokens that follow the first `max_tokens`."""
+        offsets = self._tokenizer.encode(self._prepared(text), add_special_tokens=False).offsets
+        if len(offsets) <= max_tokens:
+            return text
+        return text[: offsets[max_tokens - 1][1]] if max_tokens > 0 else ""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Join token ids into text. Ids that are not in the vocabulary give no text."""

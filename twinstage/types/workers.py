@@ -9,7 +9,7 @@ from twinstage.types.basics import Role, Task, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """A model as a worker serves it. `embedding_dimensions` is 0 unless the task is EMBED.
+    """A model as a worker serves it. `embedding_dimensions` and `token_dimensions` are 0 unless the task is EMBED.
 
     `labels` are those of a classifier, in the order of its probabilities; none for other tasks.
     """
@@ -22,6 +22,7 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str
     embedding_dimensions: int = 0
+    token_dimensions: int = 0
     labels: tuple[str, ...] = ()
 
 

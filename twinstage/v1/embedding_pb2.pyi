@@ -86,7 +86,7 @@ class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trunca
     TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
     """The default: LEFT."""
     TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
-    """Cut the beginning, keep the last tokens."""
+    """Cut the beginning, keep the last tokens. A prompt of the model that goes before the text stays."""
     TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
     """Cut the end, keep the first tokens."""
 
@@ -96,7 +96,7 @@ class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper):
 TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
 """The default: LEFT."""
 TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
-"""Cut the beginning, keep the last tokens."""
+"""Cut the beginning, keep the last tokens. A prompt of the model that goes before the text stays."""
 TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
 """Cut the end, keep the first tokens."""
 Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015

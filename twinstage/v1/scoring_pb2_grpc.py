@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ScoringServiceStub:
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     def __init__(self, channel):
@@ -49,8 +49,8 @@ class ScoringServiceStub:
 
 
 class ScoringServiceServicer:
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     def Score(self, request, context):
@@ -89,8 +89,8 @@ def add_ScoringServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScoringService:
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ScoringServiceStub:
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     @_typing.overload
@@ -42,8 +42,8 @@ class ScoringServiceStub:
 
 @_typing.type_check_only
 class ScoringServiceAsyncStub(ScoringServiceStub):
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -53,8 +53,8 @@ class ScoringServiceAsyncStub(ScoringServiceStub):
     """Sorts documents by how well they answer a query, best first."""
 
 class ScoringServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Compares texts. An embedding model scores by the cosine of the two vectors, from -1 to 1; a scoring model by what it
-    was trained for.
+    """Compares texts. An embedding model scores by the similarity of the two vectors: the cosine, from -1 to 1, unless its
+    files name another; a scoring model by what it was trained for.
     """
 
     @_abc_1.abstractmethod

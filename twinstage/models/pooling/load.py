@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from twinstage.errors import ConfigError, ModelError
@@ -39,10 +40,15 @@ def load_pooling(
     if threads is not None:
         torch.set_num_threads(threads)
     if resolved.task is Task.EMBED:
-        return _load_embedder(resolved.directory, limit, dtype)
-    if dtype != "float32":
+        loaded = _load_embedder(resolved.directory, limit, dtype)
+    elif dtype != "float32":
         raise ConfigError(f"{resolved.name} is for {resolved.task.value}, which is computed in float32 only")
-    return makers[resolved.task](resolved.directory, limit)
+    else:
+        loaded = makers[resolved.task](resolved.directory, limit)
+    (tried,) = loaded.encode([PoolingInput(token_ids=[0])], normalize=False)
+    if not np.isfinite(tried).all():
+        raise ModelError(f"the weights in {resolved.directory} give no finite numbers; fetch the files again")
+    return loaded
 
 
 def _load_embedder(directory: Path, limit: int, dtype: str) -> PoolingModel:
@@ -59,7 +65,9 @@ def _load_embedder(directory: Path, limit: int, dtype: str) -> PoolingModel:
     head = heads.EmbeddingHead(backbone, modes=pipeline.pooling_modes, steps=steps)
     with torch.inference_mode():
         (vector,) = head.compute([PoolingInput(token_ids=[0])], PoolingTask.EMBED)
-    return PoolingModel(head, _facts(Task.EMBED, limit, model, dimensions=len(vector)))
+        (of_tokens,) = head.compute([PoolingInput(token_ids=[0])], PoolingTask.TOKEN_EMBED)
+    facts = _facts(Task.EMBED, limit, model, dimensions=len(vector), token_dimensions=of_tokens.shape[1])
+    return PoolingModel(head, facts)
 
 
 def _load_scorer(directory: Path, limit: int) -> PoolingModel:
@@ -92,9 +100,9 @@ def _load_classifier(directory: Path, limit: int) -> PoolingModel:
     return PoolingModel(head, _facts(Task.CLASSIFY, limit, model, labels=labels))
 
 
-def _facts(task: Task, limit: int, model: Any, *, dimensions: int = 0, labels: tuple[str, ...] = ()) -> PoolingFacts:
+def _facts(task: Task, limit: int, model: Any, **facts: Any) -> PoolingFacts:
     vocab_size = int(model.get_input_embeddings().num_embeddings)
-    return PoolingFacts(task=task, max_model_len=limit, vocab_size=vocab_size, dimensions=dimensions, labels=labels)
+    return PoolingFacts(task=task, max_model_len=limit, vocab_size=vocab_size, **facts)
 
 
 def _yes_and_no(directory: Path) -> tuple[int, int]:

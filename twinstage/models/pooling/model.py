@@ -19,12 +19,16 @@ _MAX_BATCH_TOKENS = {Batching.PACKED: 1024, Batching.PADDED: 4096, Batching.EQUA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingFacts:
-    """What others need to know of a loaded pooling model; `dimensions` is 0 and `labels` empty where there are none."""
+    """What others need to know of a loaded pooling model; dimensions are 0 and `labels` empty where there are none.
+
+    `token_dimensions` is the size of a token's vector, which modules after the pooling do not change.
+    """
 
     task: Task
     max_model_len: int
     vocab_size: int
     dimensions: int = 0
+    token_dimensions: int = 0
     labels: tuple[str, ...] = ()
 
 

@@ -239,6 +239,7 @@ class ModelInfo(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TOKEN_DIMENSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which requests choose it."""
     fingerprint: _builtins.str
@@ -253,6 +254,8 @@ class ModelInfo(_message.Message):
     """Fingerprint of the tokenizer bundle."""
     embedding_dimensions: _builtins.int
     """Size of the vectors; 0 unless task is EMBED."""
+    token_dimensions: _builtins.int
+    """Size of the vector of a token; 0 unless task is EMBED."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -273,10 +276,11 @@ class ModelInfo(_message.Message):
         tokenizer_fingerprint: _builtins.str = ...,
         embedding_dimensions: _builtins.int = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
+        token_dimensions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "labels", b"labels", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_dimensions", b"embedding_dimensions", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "labels", b"labels", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "token_dimensions", b"token_dimensions", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
