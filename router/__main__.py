@@ -20,6 +20,7 @@ from router.embedding import Embedding
 from router.gate import Gate
 from router.generation import Deadlines, Generation
 from router.live import LiveRequests
+from router.observer import RouterObserver
 from router.poison import PoisonBook
 from router.quotas import Quotas
 from router.scoring import Scoring
@@ -94,7 +95,7 @@ class Router:
             max_streams_per_connection=settings.max_streams_per_connection,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
-            observer=self._metrics,
+            observer=RouterObserver(self._live.traces, self._metrics),
         )
         self._add_services()
         self.port = 0

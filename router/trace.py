@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from twinstage.errors import Cancelled, InternalError, NotFound, TwinstageError
+from twinstage.errors import AlreadyExists, Cancelled, InternalError, NotFound, TwinstageError, Unauthenticated
 from twinstage.telemetry.trace_context import TraceContext, current_trace
 
 MAX_ENDED = 1000  # traces that are kept after their requests have ended
@@ -88,7 +88,7 @@ class RequestTrace:
 
 
 class Traces:
-    """The traces of all requests in progress, and of the last `max_ended` that ended."""
+    """The traces of all requests in progress, and of the last `max_ended` that ended or were refused."""
 
     def __init__(self, max_ended: int = MAX_ENDED, on_end: Callable[[RequestTrace], None] = lambda trace: None) -> None:
         """`on_end` is told of each trace whose request has ended."""
@@ -112,6 +112,20 @@ class Traces:
         while len(self._ended) > self._max_ended:
             self._ended.popitem(last=False)
         self._on_end(trace)
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """The call that the present task serves fails with `error`; remember it unless it has a trace already.
+
+        Whoever asks for an id that is in progress is no part of that request, and a caller without a right to be here
+        displaces no trace.
+        """
+        known = self._live.get(request_id) or self._ended.get(request_id)
+        if known is not None and (known.context is current_trace() or known.duration_s is None):
+            return
+        if isinstance(error, AlreadyExists | Unauthenticated):
+            return
+        trace = RequestTrace(request_id=request_id, context=current_trace(), error_reason=reason_of(error))
+        self.end(trace)
 
     def find(self, request_id: str) -> RequestTrace:
         """The trace of a request. Raises NotFound."""

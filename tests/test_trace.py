@@ -11,11 +11,11 @@ import pytest
 from harness import ProcessCluster
 from router.trace import MAX_SPANS, RequestTrace, Traces
 from test_router_service import failing, serving
-from twinstage.errors import ComputeFailed, NotFound, WorkerLost
+from twinstage.errors import AlreadyExists, ComputeFailed, NotFound, QuotaExceeded, Unauthenticated, WorkerLost
 from twinstage.lifecycle import Failed, PrefillPhase
 from twinstage.rpc.convert_worker import sequence_spec_from_proto, sequence_spec_to_proto
 from twinstage.telemetry.ends import log_end
-from twinstage.telemetry.trace_context import continue_trace, trace_id_of
+from twinstage.telemetry.trace_context import continue_trace, set_current_trace, trace_id_of
 from twinstage.types import RequestId, Role, SamplingParameters, SequenceSpec
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2
 
@@ -74,6 +74,21 @@ def test_the_last_traces_are_kept_and_those_in_progress() -> None:
         traces.find("c")
 
 
+def test_a_refusal_is_remembered_but_not_in_place_of_what_is_in_progress() -> None:
+    traces = Traces(max_ended=2)
+    live = traces.begin("live")
+    set_current_trace(continue_trace(()))  # another call
+    traces.refused("live", QuotaExceeded("too much"))
+    assert traces.find("live") is live
+    for error in (AlreadyExists("in use", resource_type="request", resource_name="r"), Unauthenticated("no token")):
+        traces.refused("r", error)
+        with pytest.raises(NotFound):
+            traces.find("r")
+    traces.refused("r", QuotaExceeded("too much"))
+    assert traces.find("r").error_reason == "QUOTA_EXCEEDED"
+    assert traces.find("r").duration_s is not None
+
+
 def test_a_trace_is_bounded_and_ends() -> None:
     trace = RequestTrace(request_id="r", context=continue_trace(()))
     for _ in range(2 * MAX_SPANS):
@@ -92,6 +107,25 @@ async def trace_of(service: Any, request_id: str) -> admin_pb2.Trace:
 
 def seconds(duration: Any) -> float:
     return float(duration.seconds + duration.nanos / 1e9)
+
+
+async def test_refused_requests_are_told_too() -> None:
+    """By the door, by admission, for the model, and those that fail later: each once, as its client learned it."""
+    refused: dict[str, tuple[dict[str, Any], str]] = {
+        "door": ({"prompt": "a", "stopping": {"stop": ["b"] * 5000}}, "INVALID_REQUEST"),
+        "fields": ({"prompt": "a", "sampling": {"top_p": 7.0}}, "INVALID_REQUEST"),
+        "model": ({"prompt": "a", "model": "none"}, "NOT_FOUND"),
+        "length": ({"prompt_token_ids": {"ids": [1] * 5000}}, "INVALID_REQUEST"),
+    }
+    async with serving() as service:
+        for request_id, (fields, reason) in refused.items():
+            request = generation_pb2.GenerateRequest(request_id=request_id, **fields)
+            await failing(service.generation.Generate(request, timeout=10, metadata=[("traceparent", HEADER)]))
+            trace = await trace_of(service, request_id)
+            assert (trace.error_reason, trace.trace_id) == (reason, TRACE), request_id
+            assert trace.HasField("duration")
+        await failing(service.embedding.Embed(embedding_pb2.EmbedRequest(request_id="none"), timeout=10))
+        assert (await trace_of(service, "none")).error_reason == "INVALID_REQUEST"
 
 
 async def test_a_request_is_told_from_arrival_to_end() -> None:

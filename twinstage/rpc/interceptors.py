@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 
@@ -32,10 +32,12 @@ from twinstage.errors import (
     Unimplemented,
 )
 from twinstage.rpc.call_context import current_request_id, enter_call
+from twinstage.rpc.observer import CallObserver
 from twinstage.rpc.status import code_of, error_to_status
 from twinstage.telemetry.log import get_logger
 
 WRITE_TIMEOUT_S = 60.0  # in which a client has to take a message of a stream, or some of what is before it
+_STOPPED = "the server stopped working on the request; try again"
 LAST_WORD_S = 2.0  # for the status of a call whose client takes nothing; then the call is dropped
 
 logger = get_logger(__name__)
@@ -48,13 +50,6 @@ else:
     ServerInterceptor = grpc.aio.ServerInterceptor
 
 
-class CallObserver(Protocol):
-    """Who wants to know of every call."""
-
-    def handled(self, method: str, code: str, seconds: float) -> None:
-        """A call of "/package.Service/Method" has ended, with a gRPC code by name."""
-
-
 class ErrorInterceptor(ServerInterceptor):
     """The outermost interceptor of every server; `create_server` puts it there.
 
@@ -63,7 +58,6 @@ class ErrorInterceptor(ServerInterceptor):
     """
 
     def __init__(self, observer: CallObserver | None = None) -> None:
-        """`observer` is told of every call."""
         self._observer = observer
 
     async def intercept_service(
@@ -231,8 +225,7 @@ class _Call:
             raise
         except asyncio.CancelledError:
             # Nobody here can tell whether the client has gone or something of ours was cancelled; the core can.
-            error = Unavailable("the server stopped working on the request; try again")
-            await self._abort(context, error, event="call cancelled", level=logging.WARNING)
+            await self._abort(context, Unavailable(_STOPPED), event="call cancelled", level=logging.WARNING)
         except grpc.aio.InternalError:
             # The core could not send: nearly always, because the client has gone.
             await self._abort(context, InternalError("the answer could not be sent"), event="answer not sent")
@@ -240,8 +233,7 @@ class _Call:
             await self._fail(context, error)
         except grpc.aio.BaseError:
             # The core's private error for who reads a request while the server stops.
-            stopped = Unavailable("the server stopped working on the request; try again")
-            await self._abort(context, stopped, event="call ended with the server")
+            await self._abort(context, Unavailable(_STOPPED), event="call ended with the server")
         except TwinstageError as error:
             if code_of(error) is grpc.StatusCode.INTERNAL:
                 logger.error("call failed", method=self.method, exc_info=error)
@@ -260,6 +252,8 @@ class _Call:
 
     async def _abort(self, context: Context, error: Exception, *, event: str, level: int = logging.DEBUG) -> NoReturn:
         """Send the status and raise grpc.aio.AbortError, or CancelledError when the client has gone meanwhile."""
+        if self.observer is not None:
+            self.observer.failing(error)
         status = error_to_status(error, current_request_id())
         try:
             async with asyncio.timeout(LAST_WORD_S):

@@ -29,7 +29,8 @@ import grpc
 from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 from twinstage.rpc.health import HealthService
-from twinstage.rpc.interceptors import CallObserver, ErrorInterceptor
+from twinstage.rpc.interceptors import ErrorInterceptor
+from twinstage.rpc.observer import CallObserver
 from twinstage.rpc.protocol import MAX_MESSAGE_BYTES
 from twinstage.telemetry.log import get_logger
 from twinstage.telemetry.process import STOP_SIGNALS, end_at_next_signal, end_now
