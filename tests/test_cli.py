@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -43,6 +44,8 @@ from twinstage.errors import (
 )
 from twinstage.settings import read_settings
 from twinstage.types import Role, Task
+from twinstage.types.constraints import ConstraintForm
+from twinstage.v1 import common_pb2
 
 START_TIMEOUT_S = 60.0
 
@@ -84,19 +87,32 @@ def test_answer_on_stdout_and_totals_on_stderr(
     assert (request.prompt if command == "generate" else request.messages[0].content) == "Hi"
 
 
-def test_a_schema_of_a_file_and_an_expression(
+def test_every_form_of_structured_output_has_a_flag(
     api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "schema.json"
-    path.write_text('{"type": "object"}')
-    assert run(monkeypatch, "chat", "Hi", "--address", api.address, "--json-schema", str(path)) == 0
-    assert run(monkeypatch, "generate", "Hi", "--address", api.address, "--regex", "a+") == 0
-    schema, expression = api.requests
-    assert schema.structured_output.json_schema == '{"type": "object"}'
-    assert expression.structured_output.regex == "a+"
-    assert run(monkeypatch, "generate", "Hi", "--address", api.address, "--json-schema", str(tmp_path / "none")) == 2
-    assert run(monkeypatch, "generate", "Hi", "--regex", "a", "--json-schema", str(path)) == 2
-    assert "--json-schema and --regex exclude each other" in capsys.readouterr().err
+    schema, grammar, tag = (tmp_path / name for name in ("schema.json", "a.lark", "tag.json"))
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "ä"')
+    tag.write_text('{"type": "structural_tag"}')
+    forms: dict[str, tuple[list[str], dict[str, Any]]] = {
+        "json_schema": (["--json-schema", str(schema)], {"json_schema": '{"type": "object"}'}),
+        "json_object": (["--json-object"], {"json_object": True}),
+        "regex": (["--regex", "a+", "--grammar-backend", "xgrammar"], {"regex": "a+", "backend": 1}),
+        "choice": (["--choice", "yes", "--choice", "no"], {"choice": {"values": ["yes", "no"]}}),
+        "grammar": (["--grammar", str(grammar)], {"grammar": 'start: "ä"'}),
+        "structural_tag": (["--structural-tag", str(tag)], {"structural_tag": '{"type": "structural_tag"}'}),
+    }
+    assert {form.value for form in ConstraintForm} == set(forms)
+    for command, (flags, fields) in zip(itertools.cycle(["chat", "generate"]), forms.values(), strict=False):
+        assert run(monkeypatch, command, "Hi", "--address", api.address, *flags) == 0
+        assert api.requests[-1].structured_output == common_pb2.StructuredOutput(**fields)
+    for flags, complaint in (
+        (["--json-schema", str(tmp_path / "none")], "cannot be read"),
+        (["--regex", "a", "--json-schema", str(schema)], "--json-schema and --regex exclude each other"),
+        (["--grammar-backend", "xgrammar"], "--grammar-backend needs one of"),
+    ):
+        assert run(monkeypatch, "generate", "Hi", *flags) == 2
+        assert complaint in capsys.readouterr().err
 
 
 def test_options_that_are_left_out_are_left_to_the_router(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:

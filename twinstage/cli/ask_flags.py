@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -44,8 +45,22 @@ class AskFlags:
     json_schema: Annotated[
         Path | None, typer.Option("--json-schema", help="File with a JSON schema that the text satisfies.")
     ] = None
+    json_object: Annotated[bool, typer.Option("--json-object", help="The text is a JSON object.")] = False
     regex: Annotated[
         str | None, typer.Option("--regex", help="Regular expression that matches the whole of the text.")
+    ] = None
+    choice: Annotated[
+        list[str] | None, typer.Option("--choice", help="The text is this or another choice. Repeatable.")
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", help="File with a grammar of the text, in EBNF (root ::= ...) or Lark.")
+    ] = None
+    structural_tag: Annotated[
+        Path | None, typer.Option("--structural-tag", help="File with a structural tag of xgrammar, in JSON.")
+    ] = None
+    grammar_backend: Annotated[
+        Literal["xgrammar", "llguidance"] | None,
+        typer.Option("--grammar-backend", help="Library that holds the text to its form; by default the router's."),
     ] = None
     timeout: Timeout = None
     as_json: AsJson = False
@@ -63,15 +78,31 @@ class AskFlags:
         )
 
     def _structured_output(self) -> StructuredOutput | None:
-        from twinstage.client.options import StructuredOutput
+        """What the text obeys, by the one flag that says so. Raises ConfigError for several, or an unreadable file."""
+        from twinstage.client import GrammarBackend, StructuredOutput
 
-        if self.json_schema is not None and self.regex is not None:
-            raise ConfigError("--json-schema and --regex exclude each other")
-        if self.regex is not None:
-            return StructuredOutput.regex(self.regex)
-        if self.json_schema is None:
-            return None
-        try:
-            return StructuredOutput.json_schema(self.json_schema.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--json-schema {self.json_schema} cannot be read: {error}") from error
+        makers: dict[str, tuple[object, Callable[..., StructuredOutput]]] = {
+            "--json-schema": (self.json_schema, StructuredOutput.json_schema),
+            "--json-object": (self.json_object, lambda _, **more: StructuredOutput.json_object(**more)),
+            "--regex": (self.regex, StructuredOutput.regex),
+            "--choice": (self.choice, StructuredOutput.choice),
+            "--grammar": (self.grammar, StructuredOutput.grammar),
+            "--structural-tag": (self.structural_tag, StructuredOutput.structural_tag),
+        }
+        given = [flag for flag, (value, _) in makers.items() if value not in (None, False, [])]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other")
+        backend = GrammarBackend(self.grammar_backend) if self.grammar_backend is not None else None
+        for flag in given:
+            value, make = makers[flag]
+            return make(_text_of(flag, value) if isinstance(value, Path) else value, backend=backend)
+        if backend is not None:
+            raise ConfigError("--grammar-backend needs one of " + ", ".join(makers))
+        return None
+
+
+def _text_of(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from error
