@@ -77,7 +77,7 @@ class Router:
         self._callers = self._read_callers()
         self._grammars = GrammarChecks(default_backend=settings.default_grammar_backend)
         self._draining = asyncio.Event()
-        self._generation_gate = self._make_gate(self._max_live_generations)
+        self._generation_gate = self._make_gate(self._max_live_generations, first_live=self._first_live_generations)
         self._embedding_gate = self._make_gate(lambda: settings.max_live_requests or MAX_LIVE_EMBEDDINGS)
         self._served: list[str] = []  # services that have workers
         self.workers = WorkerTable(
@@ -100,9 +100,10 @@ class Router:
         self._add_services()
         self.port = 0
 
-    def _make_gate(self, max_live: Callable[[], int]) -> Gate:
+    def _make_gate(self, max_live: Callable[[], int], first_live: Callable[[], int] | None = None) -> Gate:
         return Gate(
             max_live=max_live,
+            first_live=first_live,
             max_queued=self._settings.max_queued_requests,
             max_wait_s=self._settings.max_queue_wait,
             weights=self._settings.caller_weights,
@@ -191,6 +192,10 @@ class Router:
     def _max_live_generations(self) -> int:
         rows = self.workers.decode_rows
         return self._settings.max_live_requests or max(MIN_LIVE_GENERATIONS, LIVE_PER_DECODE_ROW * rows)
+
+    def _first_live_generations(self) -> int:
+        """Until it is known how long they take: those that are computed at once, without the next ones."""
+        return max(MIN_LIVE_GENERATIONS, self.workers.decode_rows)
 
     def _workers_changed(self) -> None:
         if (served := update_health(self._health, self.workers)) != self._served:

@@ -9,6 +9,8 @@ is judged on arrival, and again when its turn comes:
     expected wait (what waits ahead, and how long requests take)  +  expected service (`service_times`), with a margin
 
 No request is refused for being slow by itself: with nothing else in progress everything is let in.
+A gate that has just opened knows nothing of that. Until the first request was served it lets in fewer, takes those in
+progress to need as long as they have taken, and with the first that is learned of a kind it judges all that wait.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from router.fair_queue import FairQueue, Waiter
-from router.service_times import ServiceTimes
+from router.service_times import ServiceTimes, Underway
 from twinstage.errors import Draining, Overloaded, TwinstageError
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 30.0
@@ -47,6 +50,7 @@ class Gate:
     """Hands out permits. Times are readings of `clock`, which is the event loop's own.
 
     `max_live` may be a function, for a limit that follows the workers; call `admit_waiting` when it may have grown.
+    `first_live` is the limit until the first request was served.
     `weights` are the shares of callers, 1 for those that are not named.
     """
 
@@ -57,9 +61,11 @@ class Gate:
         max_queued: int,
         max_wait_s: float = math.inf,
         weights: Mapping[str, float] | None = None,
+        first_live: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_live = max_live
+        self._first_live = first_live
         self.max_queued = max_queued
         self._max_wait_s = max_wait_s
         self._clock = clock
@@ -68,10 +74,12 @@ class Gate:
         self._queue: FairQueue[_Entry] = FairQueue(weights)
         self._closed = False
         self._times = ServiceTimes()
+        self._underway = Underway()
 
     @property
     def max_live(self) -> int:
-        return self._max_live() if callable(self._max_live) else self._max_live
+        most = self._max_live() if callable(self._max_live) else self._max_live
+        return most if self._first_live is None or self._times.mean_s else min(most, self._first_live())
 
     @property
     def live(self) -> int:
@@ -99,12 +107,19 @@ class Gate:
         """
         waited_s = await self._enter(deadline_s=deadline_s, caller=caller, priority=priority, kind=kind)
         started_s, served_at_start_s, completed = self._clock(), self._served_until_now_s(), False
+        is_new = not self._times.knows(kind)
+        if is_new:
+            self._underway.began(kind, started_s)
         try:
             yield waited_s
             completed = True
         finally:
             self._learn(kind, started_s, served_at_start_s, deadline_s=deadline_s, completed=completed)
             self._return(caller)
+            if is_new:
+                self._underway.ended(kind, started_s)
+                if self._times.knows(kind):
+                    self._judge_waiting()
             self.admit_waiting()
 
     def _learn(
@@ -152,7 +167,22 @@ class Gate:
 
     def expected_wait_s(self, ahead: int) -> float:
         """Expected wait of a request behind `ahead` others: permits come back max_live per average service time."""
-        return self._times.mean_s * (ahead + 1) / self.max_live
+        mean_s = self._times.mean_s or self._underway.mean_age_s(self._clock())
+        return mean_s * (ahead + 1) / self.max_live
+
+    def _judge_waiting(self) -> None:
+        """Refuse those that will be late, as far as that is sure: at least their caller's own are before them."""
+        now_s = self._clock()
+        ahead: Counter[tuple[str, int]] = Counter()
+        room = max(0, self.max_live - self._live)
+        for waiter in tuple(self._queue):
+            place, entry = (waiter.caller, waiter.priority), waiter.item
+            wait_s = self.expected_wait_s(ahead[place] - room) if ahead[place] >= room else 0.0
+            if (refusal := self._refusal_if_late(entry.kind, entry.deadline_s - now_s, wait_s=wait_s)) is not None:
+                self._queue.remove(waiter)
+                _refuse(waiter, refusal)
+            else:
+                ahead[place] += 1
 
     async def _enter(self, *, deadline_s: float, caller: str, priority: int, kind: Hashable) -> float:
         if self._closed:
@@ -207,7 +237,10 @@ class Gate:
         if self._live == 0:
             return None
         concurrency = min(self._live + 1, self.max_live)
-        needed_s = wait_s + SERVICE_MARGIN * self._times.expected_s(kind, concurrency=concurrency)
+        expected_s = self._times.expected_s(kind, concurrency=concurrency)
+        if not expected_s:
+            expected_s = self._underway.age_s(kind, self._clock())
+        needed_s = wait_s + SERVICE_MARGIN * expected_s
         if needed_s == 0 or needed_s <= remaining_s:
             return None
         why = (

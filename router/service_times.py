@@ -9,11 +9,13 @@ For each kind there is a curve, seconds of service by how many requests were ser
             │  ╱
             └───────────────── requests at once, from (0, 0): fewer of them share the machine
 
-With nothing learned the answer is 0, so that nobody is refused on a guess.
+With nothing learned the answer is 0, so that nobody is refused on a guess. Until then `Underway` tells how long those
+take at least that are being served.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -30,6 +32,38 @@ class _Point:
         self.service_s += SMOOTHING * (service_s - self.service_s)
 
 
+class Underway:
+    """Requests that are being served, of kinds of which nothing was known when they began.
+
+    They take at least as long as they have taken; times are readings of one clock.
+    """
+
+    def __init__(self) -> None:
+        self._num: Counter[Hashable] = Counter()
+        self._started_s: dict[Hashable, float] = {}  # the sum of their beginnings
+
+    def began(self, kind: Hashable, now_s: float) -> None:
+        self._num[kind] += 1
+        self._started_s[kind] = self._started_s.get(kind, 0.0) + now_s
+
+    def ended(self, kind: Hashable, started_s: float) -> None:
+        """A request that `began` then."""
+        self._num[kind] -= 1
+        self._started_s[kind] -= started_s
+        if not self._num[kind]:
+            del self._num[kind], self._started_s[kind]
+
+    def age_s(self, kind: Hashable, now_s: float) -> float:
+        """Average of this kind; 0 when there is none."""
+        num = self._num.get(kind, 0)
+        return max(0.0, now_s - self._started_s[kind] / num) if num else 0.0
+
+    def mean_age_s(self, now_s: float) -> float:
+        """Average of all."""
+        num = self._num.total()
+        return max(0.0, now_s - sum(self._started_s.values()) / num) if num else 0.0
+
+
 class ServiceTimes:
     """The curves of all kinds, and the average over all requests."""
 
@@ -41,6 +75,10 @@ class ServiceTimes:
     def mean_s(self) -> float:
         """Average over all requests; 0 while nothing has been learned."""
         return self._overall.service_s if self._overall is not None else 0.0
+
+    def knows(self, kind: Hashable) -> bool:
+        """Whether anything was learned of this kind."""
+        return kind in self._curves
 
     def expected_s(self, kind: Hashable, *, concurrency: float) -> float:
         """How long a request of this kind takes as one of `concurrency`."""

@@ -177,7 +177,8 @@ async def _served_in_order(gate: Gate, callers: Counter[str]) -> list[str]:
 
 @pytest.mark.parametrize("max_live", [1, 4])
 async def test_a_caller_with_a_thousand_requests_does_not_starve_one_with_a_single_one(max_live: int) -> None:
-    gate = Gate(max_live=max_live, max_queued=1001)
+    started_s = now()  # however long this takes: a thousand times what the first one takes is long
+    gate = Gate(max_live=max_live, max_queued=1001, clock=lambda: started_s)
     served = await _served_in_order(gate, Counter({"many": 1000, "one": 1}))
     assert served.index("one") < max_live + 1
     assert len(served) == 1001
@@ -326,6 +327,29 @@ async def test_gate_judges_again_when_the_turn_comes() -> None:
         with pytest.raises(Overloaded, match=r"12\.5 s, and 5\.0 s are left"):
             await waiting
     assert (gate.live, gate.queued) == (0, 0)
+
+
+async def test_gate_judges_by_those_in_progress_until_one_was_served() -> None:
+    clock = [now()]
+    gate = Gate(max_live=4, max_queued=9, first_live=lambda: 2, clock=lambda: clock[0])
+    started_s = clock[0]
+
+    def waits(seconds: float, kind: str = "a") -> asyncio.Task[None]:
+        return asyncio.create_task(_enter(gate, started_s + seconds, kind=kind))
+
+    async with gate.permit(deadline_s=started_s + 100, kind="a"):
+        async with gate.permit(deadline_s=started_s + 100, kind="a"):
+            hopeless, in_time, other = waits(17), waits(100), waits(17, kind="b")
+            await asyncio.sleep(0)
+            assert (gate.live, gate.queued) == (2, 3)  # fewer than later
+            clock[0] += 10.0
+            with pytest.raises(Overloaded, match=r"takes 32\.5 s, and 12\.0 s are left"):
+                await waits(22)  # behind three others; the two in progress have taken ten seconds each
+            assert gate.queued == 3
+        with pytest.raises(Overloaded, match=r" 7\.0 s are left"):
+            await hopeless  # which its turn, or its deadline, would have told later
+        await asyncio.gather(in_time, other)
+    assert (gate.live, gate.queued, gate.max_live) == (0, 0, 4)
 
 
 async def test_gate_lets_in_those_that_wait_when_its_limit_grows() -> None:
