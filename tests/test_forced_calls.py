@@ -16,6 +16,7 @@ from router.admission.forced_calls import schema_of_calls, with_forced_calls
 from twinstage.client import ChatMessage, Options, Sampling, Stopping, Tool, ToolChoice, ToolChoiceMode, TwinstageClient
 from twinstage.client import StructuredOutput as Structured
 from twinstage.errors import InvalidRequest
+from twinstage.grammar.compiled import CompiledGrammars
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import AnswerFormat, ChatPrompt, FinishReason, RawGenerationRequest
 from twinstage.types.constraints import Constraint, ConstraintForm, GrammarBackend, OutputConstraint
@@ -37,11 +38,8 @@ NAMED = ToolChoice(mode=ToolChoiceMode.NAMED, function="get_weather")
 def test_the_schema_of_a_named_tool() -> None:
     schema = schema_of_calls(TOOLS, NAMED, parallel=True)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    properties = schema["items"]["properties"]
-    assert properties["name"] == {"const": "get_weather"}
-    assert properties["arguments"]["properties"]["city"] == {"$ref": "#/$defs/tool0.city"}
-    assert "$defs" not in properties["arguments"]
-    assert schema["$defs"] == {"tool0.city": {"enum": ["Paris", "Rome"]}}
+    assert schema["items"]["properties"] == {"name": {"const": "get_weather"}, "arguments": {"$ref": "#/$defs/tool0"}}
+    assert schema["$defs"]["tool0"]["properties"]["city"] == {"$ref": "#/$defs/tool0/$defs/city"}
 
 
 def test_the_schema_of_any_tool() -> None:
@@ -50,7 +48,41 @@ def test_the_schema_of_any_tool() -> None:
     assert schema_of_calls(TOOLS, REQUIRED, parallel=False)["maxItems"] == 1
     names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
     assert names == ["get_weather", "now"]
-    assert schema["items"]["anyOf"][1]["properties"]["arguments"]["additionalProperties"] is False
+    assert schema["$defs"]["tool1"]["additionalProperties"] is False
+
+
+RECURSIVE = {
+    "$id": "https://example.org/node",
+    "properties": {
+        "kind": {"enum": ["leaf", {"$ref": "#"}]},
+        "same": {"$ref": "#/properties/kind"},
+        "left": {"$ref": "#"},
+        "right": {"$ref": "https://example.org/node#"},
+        "$ref": {"type": "null"},
+    },
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "obeys"),
+    [
+        ('{"kind": "leaf", "same": "leaf", "left": {"kind": "leaf", "$ref": null}}', True),
+        ('{"kind": {"$ref": "#"}, "right": {"kind": "leaf"}}', True),
+        ('{"kind": "leaf", "same": 1}', False),
+        ('{"kind": "leaf", "left": [{"name": "f", "arguments": {"kind": "leaf"}}]}', False),
+        ('{"kind": "leaf", "right": {"left": {}}}', False),
+        ("5", False),
+    ],
+)
+def test_references_within_a_tool_s_schema_stay_within_it(arguments: str, obeys: bool) -> None:
+    tools = (NOW, Tool(name="f", parameters=json.dumps(RECURSIVE)))
+    schema = json.dumps(schema_of_calls(tools, REQUIRED, parallel=True))
+    constraint = Constraint(form=ConstraintForm.JSON_SCHEMA, text=schema, backend=GrammarBackend.LLGUIDANCE)
+    matcher = CompiledGrammars(make_bundle()).start_now(OutputConstraint(answer=constraint))
+    call = TextTokenizer(make_bundle()).encode('[{"name": "f", "arguments": ' + arguments + "}]")
+    assert all(map(matcher.accept, call)) is obeys
 
 
 def request(tool: Tool, choice: ToolChoice | None) -> RawGenerationRequest:

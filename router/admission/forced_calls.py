@@ -19,7 +19,10 @@ from twinstage.types import (
 from twinstage.types.constraints import RawStructuredOutput
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_DEFINITIONS = ("$defs", "definitions")
+_SAY_THE_TYPE = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
+_OF_A_DOCUMENT = ("$id", "$schema")  # keywords that only have a meaning at its root
+_HOLDS_SCHEMAS_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_HOLDS_DATA = ("const", "enum", "default", "examples")
 
 
 def must_call(prompt: Prompt | None) -> bool:
@@ -58,40 +61,48 @@ def schema_of_calls(tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bo
         "type": "array",
         "minItems": 1,
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+        "$defs": definitions,
     }
     if is_named or not parallel:
         schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
     return schema
 
 
 def _schema_of_call(tool: Tool, index: int, definitions: dict[str, Any]) -> dict[str, Any]:
-    """One call. Definitions of the tool's own schema move to the root, where references look for them."""
+    """One call. The schema of its arguments moves as a whole to a definition at the root, its references with it."""
     parameters: dict[str, Any] = json.loads(tool.parameters) if tool.parameters else _NO_ARGUMENTS
-    prefix = f"tool{index}."
-    for name in _DEFINITIONS:
-        own_definitions: dict[str, Any] = parameters.get(name, {})
-        for key, schema in own_definitions.items():
-            definitions[prefix + key] = _with_references(schema, prefix)
-    own = {key: value for key, value in parameters.items() if key not in _DEFINITIONS}
+    own = {key: value for key, value in parameters.items() if key not in _OF_A_DOCUMENT}
+    if _SAY_THE_TYPE.isdisjoint(own):
+        own["type"] = "object"  # what arguments are in any case
+    document = parameters.get("$id", "")
+    name = f"tool{index}"
+    definitions[name] = _moved(own, f"#/$defs/{name}", document if isinstance(document, str) else "")
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": _with_references(own, prefix)},
+        "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{name}"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def _with_references(schema: Any, prefix: str) -> Any:
-    """The schema with its references to the definitions where they are now."""
+def _moved(schema: Any, place: str, document: str) -> Any:
+    """The schema with its references into itself (the document of that `$id`) as they are from its new place."""
     if isinstance(schema, list):
-        return [_with_references(entry, prefix) for entry in schema]
-    if not isinstance(schema, dict):
+        return [_moved(entry, place, document) for entry in schema]
+    if not isinstance(schema, dict) or "$id" in schema:  # which is a document of its own
         return schema
-    changed = {key: _with_references(value, prefix) for key, value in schema.items()}
+    moved = {key: _moved_keyword(key, value, place, document) for key, value in schema.items()}
     reference = schema.get("$ref")
-    for name in _DEFINITIONS:
-        if isinstance(reference, str) and reference.startswith(f"#/{name}/"):
-            changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{name}/')}"
-    return changed
+    if isinstance(reference, str):
+        pointer = reference.removeprefix(document.rstrip("#"))
+        if pointer in ("", "#") or pointer.startswith("#/"):
+            moved["$ref"] = place + pointer.removeprefix("#")
+    return moved
+
+
+def _moved_keyword(keyword: str, value: Any, place: str, document: str) -> Any:
+    if keyword in _HOLDS_DATA:
+        return value
+    if keyword in _HOLDS_SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: _moved(schema, place, document) for name, schema in value.items()}
+    return _moved(value, place, document)
