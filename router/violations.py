@@ -47,7 +47,8 @@ class Violations:
         too_low = low is not None and (value <= low if low_is_open else value < low)
         too_high = high is not None and value > high
         if not math.isfinite(value) or too_low or too_high:
-            self.add(field, f"must be {_range(low, high, low_is_open=low_is_open)}, is {_number(value)}")
+            finite = "" if math.isfinite(value) or high is not None else "finite and "
+            self.add(field, f"must be {finite}{_range(low, high, low_is_open=low_is_open)}, is {_number(value)}")
 
     def check_token_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Every id is in the vocabulary."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,6 +24,7 @@ from twinstage.client import (
     Stopping,
     TwinstageClient,
 )
+from twinstage.client.inputs import GenerationInput
 from twinstage.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -54,6 +55,9 @@ from twinstage.types import (
     Task,
     TextPrompt,
     TokenPrompt,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
     Truncation,
     Usage,
 )
@@ -113,10 +117,15 @@ EVERYTHING = Options(
             BatchPrompt(prompts=(TextPrompt(text="a"), TokenPrompt(token_ids=(3,)))),
             BatchPrompt(prompts=(TextPrompt(text="a"), TokenPrompt(token_ids=(3,)))),
         ),
+        ([1, 2], TokenPrompt(token_ids=(1, 2))),
+        (
+            ["a", TokenPrompt(token_ids=(3,)), "b"],
+            BatchPrompt(prompts=(TextPrompt(text="a"), TokenPrompt(token_ids=(3,)), TextPrompt(text="b"))),
+        ),
     ],
 )
 def test_the_router_reads_what_the_caller_said(
-    api: FakeApi, client: TwinstageClient, prompt: str | TokenPrompt | BatchPrompt, expected: object
+    api: FakeApi, client: TwinstageClient, prompt: GenerationInput, expected: object
 ) -> None:
     client.generate(prompt, EVERYTHING)
     assert generate_request_from_proto(api.requests[0]) == RawGenerationRequest(
@@ -151,6 +160,55 @@ def test_conversations(api: FakeApi, client: TwinstageClient) -> None:
     assert (sent[0].prompt, sent[0].sampling, sent[0].priority) == (prompt, EVERYTHING.sampling, -3)
     assert sent[1].prompt == ChatPrompt(messages=(ChatMessage(role="system", content="x"),))
     assert sent[2].prompt == ChatPrompt(messages=(ChatMessage(role="user", content="Hello"),))
+
+
+def test_where_several_texts_are_asked_for_one_stands_for_itself_and_not_for_its_characters(
+    api: FakeApi, client: TwinstageClient
+) -> None:
+    client.generate("Hi", Options(stopping=Stopping(stop="END")))  # type: ignore[arg-type]
+    client.embed("abc")
+    list(client.embed_stream("abc"))
+    client.score("q", "abc")
+    client.rerank("q", "abc")
+    generate, embed, stream, score, rerank = api.requests
+    texts = [generate.stopping.stop, embed.texts, [stream.input.text], score.documents, rerank.documents]
+    assert list(map(list, texts)) == [["END"], ["abc"], ["abc"], ["abc"], ["abc"]]
+
+
+def test_messages_as_mappings(api: FakeApi, client: TwinstageClient) -> None:
+    client.chat([{"role": "user", "content": "Hi"}], tools=[Tool(name="f")], tool_choice="required")
+    client.chat(ChatMessage(role="user", content="Hi"))
+    first, second = (chat_request_from_proto(request).prompt for request in api.requests)
+    assert isinstance(first, ChatPrompt)
+    assert isinstance(second, ChatPrompt)
+    assert first.messages == second.messages == (ChatMessage(role="user", content="Hi"),)
+    assert first.tool_choice == ToolChoice(mode=ToolChoiceMode.REQUIRED)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.generate(None),
+        lambda client: client.generate(b"Hi"),
+        lambda client: client.generate([["a"]]),
+        lambda client: client.chat([5]),
+        lambda client: client.chat([{"role": "user", "text": "Hi"}]),
+        lambda client: client.chat("Hi", tools=[{"name": "f"}]),
+        lambda client: client.chat("Hi", tool_choice="unknown"),
+        lambda client: client.chat("Hi", Options(structured_output={})),  # type: ignore[arg-type]
+        lambda client: client.chat("\ud800"),
+    ],
+)
+def test_what_stands_for_nothing_is_refused_before_it_is_sent(
+    api: FakeApi, client: TwinstageClient, ask: Callable[[TwinstageClient], object]
+) -> None:
+    with pytest.raises(InvalidRequest, match="the request cannot be sent"):
+        ask(client)
+    assert not api.requests
+
+
+def test_an_endless_timeout_is_none(client: TwinstageClient) -> None:
+    assert client.generate("Hi", Options(timeout_s=float("inf"))).text == "Paris"
 
 
 def test_a_unary_answer(client: TwinstageClient) -> None:
@@ -269,6 +327,11 @@ def test_a_deadline(api: FakeApi, client: TwinstageClient) -> None:
 
 def test_no_router() -> None:
     with TwinstageClient("127.0.0.1:1") as client, pytest.raises(Unavailable, match=r"127\.0\.0\.1:1.*twinstage serve"):
+        client.workers()
+    with (
+        TwinstageClient("http://127.0.0.1:1") as client,
+        pytest.raises(Unavailable, match=r"no router.*twinstage serve"),
+    ):
         client.workers()
 
 

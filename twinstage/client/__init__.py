@@ -32,18 +32,33 @@ from twinstage.client.results import (
 from twinstage.client.stream import GenerationStream
 from twinstage.client.tls import tls_credentials
 from twinstage.client.tools import tool_from_function, tool_from_schema
-from twinstage.types import ChatMessage, ChatPrompt, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolChoiceMode
+from twinstage.types import (
+    BatchPrompt,
+    ChatMessage,
+    ChatPrompt,
+    FinishReason,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolChoiceMode,
+    Truncation,
+)
 from twinstage.types.constraints import GrammarBackend
 
 __all__ = [
     "AsyncGenerationStream",
     "AsyncTwinstageClient",
+    "BatchPrompt",
     "ChatMessage",
     "ChatPrompt",
     "Continuation",
     "Delta",
     "EmbeddedText",
     "Embeddings",
+    "FinishReason",
     "Generation",
     "GenerationStream",
     "GrammarBackend",
@@ -66,6 +81,8 @@ __all__ = [
     "Stopping",
     "StructuredOutput",
     "Summary",
+    "TextPrompt",
+    "TokenPrompt",
     "TokenText",
     "Tool",
     "ToolCall",
@@ -74,6 +91,7 @@ __all__ = [
     "ToolChoiceMode",
     "Trace",
     "TraceSpan",
+    "Truncation",
     "TwinstageClient",
     "WorkerInfo",
     "tls_credentials",

@@ -21,8 +21,8 @@ from twinstage.client.aio_stream import AsyncGenerationStream
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of
 from twinstage.client.client import ADMIN_TIMEOUT_S
 from twinstage.client.embed_stream import EmbedStream
+from twinstage.client.inputs import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.options import DEFAULT_OPTIONS, Options
-from twinstage.client.requests import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.results import (
     EmbeddedText,
     Embeddings,
@@ -121,7 +121,7 @@ class AsyncTwinstageClient:
 
     async def embed(
         self,
-        texts: Sequence[str],
+        texts: str | Sequence[str],
         *,
         model: str = "",
         normalize: bool = True,

@@ -38,7 +38,14 @@ _TRANSPORT_ERRORS: dict[grpc.StatusCode, type[TwinstageError]] = {
 
 
 # How gRPC words that it could not even connect; everything else that is UNAVAILABLE happened to a call under way.
-_NOT_CONNECTED = ("failed to connect", "DNS resolution", "name resolution", "no such host", "Connection refused")
+_NOT_CONNECTED = (
+    "failed to connect",
+    "errors resolving",
+    "DNS resolution",
+    "name resolution",
+    "no such host",
+    "Connection refused",
+)
 
 
 def error_of(error: grpc.RpcError, address: str, *, began: bool = False) -> TwinstageError:

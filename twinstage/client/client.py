@@ -23,8 +23,8 @@ from twinstage.addresses import DEFAULT_PORT, with_default_port
 from twinstage.client import admin_responses, requests, responses, scoring
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of
 from twinstage.client.embed_stream import EmbedStream
+from twinstage.client.inputs import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.options import DEFAULT_OPTIONS, Options
-from twinstage.client.requests import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.results import (
     EmbeddedText,
     Embeddings,
@@ -125,7 +125,7 @@ class TwinstageClient:
 
     def embed(
         self,
-        texts: Sequence[str],
+        texts: str | Sequence[str],
         *,
         model: str = "",
         normalize: bool = True,

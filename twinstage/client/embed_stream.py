@@ -38,7 +38,7 @@ class EmbedStream:
         return request
 
     def requests(self, texts: Iterable[str]) -> Iterator[embedding_pb2.EncodeStreamRequest]:
-        return map(self._request, texts)
+        return map(self._request, (texts,) if isinstance(texts, str) else texts)
 
     async def async_requests(
         self, texts: Iterable[str] | AsyncIterable[str]
@@ -47,8 +47,8 @@ class EmbedStream:
             async for text in texts:
                 yield self._request(text)
         else:
-            for text in texts:
-                yield self._request(text)
+            for request in self.requests(texts):
+                yield request
 
     @staticmethod
     def result(response: embedding_pb2.EncodeStreamResponse) -> EmbeddedText:

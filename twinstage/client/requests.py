@@ -9,27 +9,22 @@ from typing import Any
 
 from google.protobuf import empty_pb2
 
+from twinstage.client.inputs import (
+    ChatInput,
+    GenerationInput,
+    ToolChoiceInput,
+    conversation_of,
+    prompt_of,
+    texts_of,
+    tool_choice_of,
+)
 from twinstage.client.options import Options, Output, Sampling, Stopping
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.rpc.convert_chat import fill_conversation
 from twinstage.rpc.convert_structured import structured_output_to_proto
 from twinstage.rpc.convert_values import seconds_to_proto
-from twinstage.types import (
-    BatchPrompt,
-    ChatMessage,
-    ChatPrompt,
-    TextPrompt,
-    TokenPrompt,
-    Tool,
-    ToolChoice,
-    ToolChoiceMode,
-    Truncation,
-)
+from twinstage.types import BatchPrompt, TextPrompt, TokenPrompt, Tool, Truncation
 from twinstage.v1 import admin_pb2, common_pb2, embedding_pb2, generation_pb2, tokenizer_pb2
-
-GenerationInput = str | TextPrompt | TokenPrompt | BatchPrompt
-ChatInput = str | Sequence[ChatMessage] | ChatPrompt
-ToolChoiceInput = ToolChoice | str | None
 
 _SAMPLING_FIELDS = (
     "n",
@@ -50,21 +45,19 @@ def refusing() -> Iterator[None]:
     """Numbers out of a field's range, values of another type."""
     try:
         yield
-    except (OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise InvalidRequest([FieldViolation("", f"the request cannot be sent: {error}")]) from error
 
 
 @refusing()
 def generate_request(prompt: GenerationInput, options: Options) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest(**_common(options))
-    match prompt:
-        case str():
-            request.prompt = prompt
-        case TextPrompt():
+    match prompt_of(prompt):
+        case TextPrompt() as prompt:
             request.prompt = prompt.text
-        case TokenPrompt():
+        case TokenPrompt() as prompt:
             request.prompt_token_ids.ids.extend(prompt.token_ids)
-        case BatchPrompt():
+        case BatchPrompt() as prompt:
             request.batch.prompts.extend(_batch_entry(entry) for entry in prompt.prompts)
     return request
 
@@ -73,22 +66,15 @@ def generate_request(prompt: GenerationInput, options: Options) -> generation_pb
 def chat_request(
     conversation: ChatInput, options: Options, *, tools: Sequence[Tool] = (), tool_choice: ToolChoiceInput = None
 ) -> generation_pb2.ChatRequest:
-    """A string is one message of the user. `tools` and `tool_choice` win over those of a `ChatPrompt`."""
-    if isinstance(conversation, str):
-        conversation = (ChatMessage(role="user", content=conversation),)
-    prompt = conversation if isinstance(conversation, ChatPrompt) else ChatPrompt(messages=tuple(conversation))
+    """`tools` and `tool_choice` win over those of a `ChatPrompt`."""
+    prompt = conversation_of(conversation)
     if tools:
         prompt = replace(prompt, tools=tuple(tools))
     if tool_choice is not None:
-        prompt = replace(prompt, tool_choice=_tool_choice(tool_choice))
+        prompt = replace(prompt, tool_choice=tool_choice_of(tool_choice))
     request = generation_pb2.ChatRequest(**_common(options))
     fill_conversation(request, prompt)
     return request
-
-
-def _tool_choice(choice: ToolChoice | str) -> ToolChoice:
-    """A word is one of the modes: auto, none or required."""
-    return choice if isinstance(choice, ToolChoice) else ToolChoice(mode=ToolChoiceMode(choice))
 
 
 @refusing()
@@ -115,7 +101,7 @@ def watch_load_request(interval_s: float) -> admin_pb2.WatchLoadRequest:
 
 @refusing()
 def embed_request(
-    texts: Sequence[str],
+    texts: str | Sequence[str],
     *,
     model: str,
     normalize: bool,
@@ -124,7 +110,7 @@ def embed_request(
     prompt_name: str | None,
 ) -> embedding_pb2.EmbedRequest:
     return embedding_pb2.EmbedRequest(
-        texts=texts,
+        texts=texts_of(texts),
         model=model,
         normalize=normalize,
         dimensions=dimensions,
@@ -187,7 +173,7 @@ def _sampling(sampling: Sampling) -> common_pb2.SamplingOptions:
 
 def _stopping(stopping: Stopping) -> common_pb2.StoppingOptions:
     message = common_pb2.StoppingOptions(
-        stop=stopping.stop,
+        stop=texts_of(stopping.stop),
         stop_token_ids=stopping.stop_token_ids,
         include_stop_str_in_output=stopping.include_stop_str_in_output,
         ignore_eos=stopping.ignore_eos,

@@ -6,6 +6,7 @@ is tried again: without its word, nobody knows whether a request is being served
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -25,7 +26,7 @@ class Attempts:
         self._retries = retries
         self._clock = clock
         self._timeout_s = timeout_s
-        self._deadline_s = None if timeout_s is None else clock() + timeout_s
+        self._deadline_s = None if timeout_s is None or timeout_s == math.inf else clock() + timeout_s
 
     @property
     def timeout_s(self) -> float | None:

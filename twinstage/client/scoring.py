@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from twinstage.client.inputs import texts_of
 from twinstage.client.requests import refusing, truncation_to_proto
 from twinstage.client.responses import summary
 from twinstage.client.results import RankedDocument, Ranking, Scores
@@ -16,8 +17,8 @@ def score_request(
     queries: str | Sequence[str], documents: Sequence[str], *, model: str, truncation: Truncation | None
 ) -> scoring_pb2.ScoreRequest:
     return scoring_pb2.ScoreRequest(
-        queries=[queries] if isinstance(queries, str) else queries,
-        documents=documents,
+        queries=texts_of(queries),
+        documents=texts_of(documents),
         model=model,
         truncation=truncation_to_proto(truncation or Truncation()),
     )
@@ -29,7 +30,7 @@ def rerank_request(
 ) -> scoring_pb2.RerankRequest:
     return scoring_pb2.RerankRequest(
         query=query,
-        documents=documents,
+        documents=texts_of(documents),
         top_n=top_n,
         model=model,
         truncation=truncation_to_proto(truncation or Truncation()),
