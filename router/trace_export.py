@@ -6,6 +6,7 @@ to a collector. A collector that is slow or away costs nothing but its traces: t
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import threading
@@ -71,8 +72,9 @@ class TraceExporter:
         try:
             with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:
                 answer.read()
-        except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
-            self._complain(str(error))
+        # URLError and HTTPError are OSErrors; an answer that is no HTTP, as from a collector's gRPC port, is neither.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._complain(f"{type(error).__name__}: {error}")
 
     def _complain(self, why: str) -> None:
         now_s = time.monotonic()

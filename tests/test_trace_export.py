@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -95,3 +96,16 @@ def test_a_collector_that_is_away_costs_nothing() -> None:
     assert time.monotonic() - started_s < 2
     exporter.close()
     assert time.monotonic() - started_s < 10
+
+
+def test_what_does_not_speak_http_does_not_end_the_export() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
+        exporter = TraceExporter(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        for number in range(2):
+            exporter.add(RequestTrace(request_id=str(number), context=continue_trace(()), duration_s=0.1))
+            connection, _ = listener.accept()  # the second time, too
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\n")  # how a gRPC server begins
+        exporter.close()
