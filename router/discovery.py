@@ -78,7 +78,10 @@ class NameWatcher:
         """Look up, tell, wait; for ever."""
         while True:
             self._asked.clear()
-            await self._look_up()
+            try:
+                await self._look_up()
+            except Exception:  # the outermost frame of this task: a bug must not end the watch over a name
+                logger.exception("look-up failed unexpectedly", name=self._source.host)
             await asyncio.sleep(MIN_LOOKUP_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):

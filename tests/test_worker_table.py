@@ -270,6 +270,26 @@ async def test_address_that_a_name_has_lost_stays_while_somebody_else_names_it(m
             await until(lambda: [entry.address for entry in workers.entries] == [both[0]], what="the flag alone")
 
 
+async def test_a_bug_does_not_end_the_watch_over_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+
+    def on_addresses(addresses: frozenset[str]) -> None:
+        heard.put_nowait(addresses)
+        if heard.qsize() == 1:
+            raise ValueError("a bug")
+
+    async def look_up(source: WorkerSource) -> frozenset[str]:
+        return frozenset({source.address})
+
+    monkeypatch.setattr(discovery, "look_up", look_up)
+    monkeypatch.setattr(discovery, "MIN_LOOKUP_INTERVAL_S", 0.0)
+    watcher = discovery.NameWatcher(parse_source("dns:///x:1"), interval_s=0.001, on_addresses=on_addresses)
+    watching = asyncio.create_task(watcher.run())
+    await until(lambda: heard.qsize() > 1 or watching.done(), what="it looks again")
+    assert not watching.done()
+    watching.cancel()
+
+
 async def test_real_look_up_finds_every_address() -> None:
     addresses = await discovery.look_up(parse_source("dns:///localhost:50052"))
     assert "127.0.0.1:50052" in addresses
