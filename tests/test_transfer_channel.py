@@ -38,6 +38,7 @@ from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import encode
 from twinstage.transfer.host import host_id
 from twinstage.transfer.messages import Commit, Opened
+from twinstage.transfer.peer import Peer
 from twinstage.transfer.receiver import KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
 from twinstage.transfer.shm import PrivateSocket
@@ -403,6 +404,25 @@ def test_a_lost_connection_is_dialled_again() -> None:
     sender.close()
     source.close()
     target.close()
+
+
+def test_a_connection_without_a_thread_takes_no_transfer_and_the_next_one_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(peer: Peer) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    with open_ends("tcp") as ends:
+        monkeypatch.setattr(Peer, "start", start)
+        lost, good = ends.grant((1,)), ends.grant((2,))
+        ends.receiver.expect(good)
+        with pytest.raises(TransferError, match="no thread"):
+            ends.sender.open(lost, ends.results.callback(lost.transfer_id))
+        transfer = ends.sender.open(good, ends.results.callback(good.transfer_id))
+        transfer.write([0], 0)
+        transfer.commit(commit_of(good.transfer_id))
+        assert isinstance(ends.results.wait(good.transfer_id), HandoverDone)
 
 
 # --- ways that lead nowhere -----------------------------------------------------------------------

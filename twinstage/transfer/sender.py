@@ -76,7 +76,8 @@ class KvSender:
     def open(self, grant: KvGrant, on_result: Callable[[TransferOutcome], None]) -> OutgoingTransfer:
         """Begin to use a grant. Returns at once; the connection is made meanwhile, and its failure is a result too.
 
-        Raises TransferError when the sender is closed, StaleHandle when the grant is in use; there is no result then.
+        Raises TransferError when the sender is closed or the process has no threads left, StaleHandle when the grant is
+        in use; there is no result then.
         """
         key = (grant.worker_id, grant.epoch, grant.endpoints)
         with self._lock:
@@ -91,10 +92,13 @@ class KvSender:
             transfer = OutgoingTransfer(grant, on_result, wake=peer.wake)
             if not peer.adopt(transfer):
                 raise InternalError("a connection that was not started yet takes no transfers")
+            try:
+                peer.start()
+            except RuntimeError as error:  # nobody may find it: a transfer that it took would never end
+                raise TransferError(f"no thread could be started for the KV channel: {error}") from error
             self._peers = [other for other in self._peers if other.is_alive] + [peer]
             self._current = {other: known for other, known in self._current.items() if known in self._peers}
             self._current[key] = peer
-            peer.start()
             return transfer
 
     def close(self) -> None:
