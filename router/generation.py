@@ -122,27 +122,34 @@ class Generation:
         raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
         self._poison.check(raw, model, caller=caller)
-        constraint = await self._constraint(raw, model, deadline_s)
-        request_id = choose_request_id(raw.request_id, fallback_id, self._live)
-        with self._quotas.admitted(caller) as account, self._live.register(request_id) as live:
-            live.trace.model = model.name
-            call = _Call(
-                raw=raw,
-                caller=caller,
-                model=model,
-                live=live,
-                arrived_s=arrived_s,
-                deadline_s=deadline_s,
-                is_streamed=is_streamed,
-                constraint=constraint,
-            )
-            outbox = Outbox(*self._watchers(model, arrived_s, account))
-            task = asyncio.create_task(self._run(call, outbox), name=f"request {live.request_id}")
-            try:
-                yield OpenCall(request_id=live.request_id, model=model, outbox=outbox)
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        with self._quotas.admitted(caller) as account:  # first, as to compile a grammar is work, too
+            constraint = await self._constraint(raw, model, deadline_s)
+            request_id = choose_request_id(raw.request_id, fallback_id, self._live)
+            with self._live.register(request_id) as live:
+                live.trace.model = model.name
+                call = _Call(
+                    raw=raw,
+                    caller=caller,
+                    model=model,
+                    live=live,
+                    arrived_s=arrived_s,
+                    deadline_s=deadline_s,
+                    is_streamed=is_streamed,
+                    constraint=constraint,
+                )
+                outbox = Outbox(*self._watchers(model, arrived_s, account))
+                async with self._running(call, outbox):
+                    yield OpenCall(request_id=live.request_id, model=model, outbox=outbox)
+
+    @contextlib.asynccontextmanager
+    async def _running(self, call: _Call, outbox: Outbox) -> AsyncIterator[None]:
+        """The request runs while the block does, at most."""
+        task = asyncio.create_task(self._run(call, outbox), name=f"request {call.live.request_id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _watchers(
         self, model: ServedModel, arrived_s: float, account: Account | None

@@ -129,6 +129,12 @@ async def test_who_has_used_up_the_quota_is_told_when_to_come_back(tmp_path: Pat
         assert details(error)["ErrorInfo"].reason == "QUOTA_EXCEEDED"
         assert "RetryInfo" in details(error)
         assert "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+        # Nothing is done for such a request: its grammar, which is none, is not even looked at.
+        no_grammar = common_pb2.StructuredOutput(regex="a{2,1}")
+        error = await failing(
+            search.Generate(generation_pb2.GenerateRequest(prompt="Hello", structured_output=no_grammar), timeout=10)
+        )
+        assert details(error)["ErrorInfo"].reason == "QUOTA_EXCEEDED"
         going_on.set()
         await first
         # 5 tokens of the prompt and 30 of the answer are more than there were.
