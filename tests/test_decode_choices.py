@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from decode_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, make_spec, open_bench
 from decode_worker.sessions import Session, SessionFailure, SessionStep
-from test_decode_worker import BLOCK_SIZE, NUM_BLOCKS, Bench, _bench, _spec
 from twinstage.errors import KvExhausted, StaleHandle, TransferError
 from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
 from twinstage.types import FinishReason, KvGrant, RequestId, SequenceSpec
@@ -19,7 +19,7 @@ FIRSTS = {0: 11, 1: 22, 2: 33}
 
 
 def spec_of(length: int = 10, max_tokens: int = 6, n: int = 3) -> SequenceSpec:
-    return replace(_spec(length, max_tokens=max_tokens), num_choices=n)
+    return replace(make_spec(length, max_tokens=max_tokens), num_choices=n)
 
 
 async def commit(bench: Bench, grant: KvGrant, spec: SequenceSpec, firsts: dict[int, int]) -> None:
@@ -54,7 +54,7 @@ def expected(spec: SequenceSpec, first: int) -> list[int]:
 
 @pytest.mark.parametrize(("length", "reserved"), [(8, 2), (10, 3 + 2)])
 async def test_choices_share_the_prompt_and_one_reservation_holds_all(length: int, reserved: int) -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(length)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -72,7 +72,7 @@ async def test_choices_share_the_prompt_and_one_reservation_holds_all(length: in
 
 
 async def test_choices_that_ended_with_their_first_token_do_not_begin() -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of()
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -85,7 +85,7 @@ async def test_choices_that_ended_with_their_first_token_do_not_begin() -> None:
 @pytest.mark.parametrize("when", ["before the commit", "after it"])
 @pytest.mark.parametrize("victim", [0, 2])
 async def test_one_choice_is_ended_and_the_others_go_on(when: str, victim: int) -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(max_tokens=40)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -109,7 +109,7 @@ async def test_one_choice_is_ended_and_the_others_go_on(when: str, victim: int) 
 
 
 async def test_when_the_last_choice_is_ended_so_is_the_request() -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(max_tokens=40)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -124,7 +124,7 @@ async def test_when_the_last_choice_is_ended_so_is_the_request() -> None:
 
 
 async def test_a_commit_of_nothing_that_goes_on_fails_the_request() -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(n=2)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -135,7 +135,7 @@ async def test_a_commit_of_nothing_that_goes_on_fails_the_request() -> None:
 
 
 async def test_a_commit_of_choices_that_were_not_asked_for_is_refused() -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         bench.worker.open_session("s")
         spec = spec_of(n=2)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -145,7 +145,7 @@ async def test_a_commit_of_choices_that_were_not_asked_for_is_refused() -> None:
 
 
 async def test_a_choice_that_fails_fails_the_request_and_frees_the_others() -> None:
-    async with _bench() as bench:
+    async with open_bench() as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(max_tokens=40)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -163,7 +163,7 @@ async def test_a_choice_that_fails_fails_the_request_and_frees_the_others() -> N
 
 async def test_choices_that_are_preempted_are_computed_again() -> None:
     """A pool for one and a half of them: 2 shared blocks, and 9 of each at the end."""
-    async with _bench(num_blocks=18) as bench:
+    async with open_bench(num_blocks=18) as bench:
         session = bench.worker.open_session("s")
         spec = spec_of(max_tokens=34)
         grant, _ = await bench.worker.reserve("s", spec, timeout_s=60.0)
@@ -176,7 +176,7 @@ async def test_choices_that_are_preempted_are_computed_again() -> None:
 
 
 async def test_the_prompt_is_known_afterwards_and_shared_the_next_time() -> None:
-    async with _bench(caches=True) as bench:
+    async with open_bench(caches=True) as bench:
         session = bench.worker.open_session("s")
         spec = spec_of()
         for cached in (0, 2):
@@ -189,7 +189,7 @@ async def test_the_prompt_is_known_afterwards_and_shared_the_next_time() -> None
 
 
 async def test_what_can_never_run_is_refused_at_once() -> None:
-    async with _bench(num_blocks=8) as bench:
+    async with open_bench(num_blocks=8) as bench:
         bench.worker.open_session("s")
         with pytest.raises(KvExhausted, match="for each of 7 choices"):
             await bench.worker.reserve("s", spec_of(10, n=7), timeout_s=60.0)
