@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from test_router_service import serving
+from served_router import serving
 
 
 class RunningRouter:

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import json_format
 
 from router.admission.capabilities import Capability
-from test_router_service import Service, serving
+from served_router import Service, serving
 from twinstage.v1 import embedding_pb2, generation_pb2, model_pb2, model_pb2_grpc, scoring_pb2, scoring_pb2_grpc
 
 SHORT = {"stopping": {"max_tokens": 2}}

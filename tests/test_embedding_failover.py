@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from fake_workers import FakePrefill, until
-from test_router_service import Service, details, failing, serving, vector_of
+from served_router import Service, details, failing, serving, vector_of
 from twinstage.errors import Overloaded
 from twinstage.v1 import embedding_pb2
 

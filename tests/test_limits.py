@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from fake_workers import until
 from harness import ROOT
 from router import limits
-from test_router_service import details, failing, serving
+from served_router import details, failing, serving
 from twinstage.rpc.server import MAX_METADATA_BYTES
 from twinstage.transfer.shm import PrivateSocket
 from twinstage.v1 import (

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from test_router_service import failing, serving
+from served_router import failing, serving
 from twinstage.v1 import admin_pb2, generation_pb2
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.__main__ import Router
 from router.config import RouterSettings
 from router.metrics import Metrics
-from test_router_service import failing, serving
+from served_router import failing, serving
 from twinstage.errors import ConfigError
 from twinstage.settings import read_settings
 from twinstage.v1 import common_pb2, generation_pb2

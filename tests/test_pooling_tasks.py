@@ -15,7 +15,7 @@ import pytest
 from fake_workers import FakeCluster, make_bundle, make_model, make_probabilities, make_score, make_vector, until
 from router.__main__ import Router
 from router.config import RouterSettings
-from test_router_service import details, failing
+from served_router import details, failing
 from twinstage.settings import read_settings
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.score_template import tokenize_pair

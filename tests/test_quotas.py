@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from router.quotas import Quotas
-from test_router_service import details, failing, serving
+from served_router import details, failing, serving
 from twinstage.errors import ConfigError, QuotaExceeded
 from twinstage.rpc.access import Access
 from twinstage.rpc.callers import Caller, Quota, read_callers

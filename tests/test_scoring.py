@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 
 from router import limits
 from router.service import EMBEDDING_SERVICE, GENERATION_SERVICE, SCORING_SERVICE, WORK_OF_SERVICE
-from test_router_service import MAX_INPUT_TOKENS, Service, details, failing, serving, vector_of
+from served_router import MAX_INPUT_TOKENS, Service, details, failing, serving, vector_of
 from twinstage.errors import ComputeFailed
 from twinstage.v1 import embedding_pb2, scoring_pb2, scoring_pb2_grpc
 

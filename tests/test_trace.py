@@ -10,7 +10,7 @@ import pytest
 
 from harness import ProcessCluster
 from router.trace import MAX_SPANS, RequestTrace, Traces
-from test_router_service import failing, serving
+from served_router import failing, serving
 from twinstage.errors import AlreadyExists, ComputeFailed, NotFound, QuotaExceeded, Unauthenticated, WorkerLost
 from twinstage.lifecycle import Failed, PrefillPhase
 from twinstage.rpc.convert_worker import sequence_spec_from_proto, sequence_spec_to_proto

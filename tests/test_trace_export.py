@@ -14,7 +14,7 @@ import pytest
 
 from router.trace import RequestTrace
 from router.trace_export import TraceExporter
-from test_router_service import failing, serving
+from served_router import failing, serving
 from twinstage.telemetry.trace_context import continue_trace
 from twinstage.v1 import generation_pb2
 
