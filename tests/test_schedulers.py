@@ -78,9 +78,52 @@ def test_a_level_of_priority_is_worth_some_seconds_and_no_more() -> None:
     assert [sequence.arrival for sequence in scheduler.waiting] == [1, 0, 2]
 
 
+def test_one_that_waits_for_blocks_lets_smaller_ones_pass_until_they_have_had_its_share() -> None:
+    pool = BlockPool(8)
+    scheduler = make_prefill(pool, decodes_here=False, rows=99)
+    holder, large = make_sequence(pool, 0, tokens=20), make_sequence(pool, 1, tokens=16)  # five blocks, and four
+    for sequence in (holder, large):
+        scheduler.add(sequence)
+    passed = 0
+    for arrival in range(2, 9):
+        small = make_sequence(pool, arrival, tokens=5)
+        scheduler.add(small)
+        scheduler.admit(decoding=[])
+        if small in scheduler.prefilling:
+            passed += 1
+            scheduler.remove(small)
+            small.table.release()
+    assert passed == 2  # of two blocks each
+    assert scheduler.waiting[0] is large
+    scheduler.remove(holder)
+    holder.table.release()
+    scheduler.admit(decoding=[])
+    assert scheduler.prefilling[0] is large
+    assert len(scheduler.prefilling) == 3  # and with it those that fit beside it
+
+
+def test_a_long_prompt_lets_short_ones_wait_for_one_chunk_and_not_for_all() -> None:
+    pool = BlockPool(64)
+    scheduler = make_prefill(pool, chunk_size=8, rows=9)
+    tokens = {0: 40, 1: 3, 2: 4, 3: 20, 4: 2}
+    for arrival, number in tokens.items():
+        scheduler.add(make_sequence(pool, arrival, tokens=number, priority=-1 if arrival == 4 else 0))
+    order = []
+    scheduler.admit(decoding=[])
+    while scheduler.prefilling:
+        chunks = scheduler.schedule(max_chunks=4)
+        order.append([chunk.sequence.arrival for chunk in chunks])
+        for chunk in chunks:
+            chunk.sequence.mark_computed(chunk.start + chunk.length)
+            if chunk.samples:
+                scheduler.remove(chunk.sequence)
+        scheduler.admit(decoding=[])
+    assert order == [[0], [1, 2], [0], [0], [0], [0], [3], [3], [3, 4]]
+
+
 def test_admission_gives_all_blocks_of_the_prompt_and_stops_at_the_first_that_does_not_fit() -> None:
     pool = BlockPool(8)
-    scheduler = make_prefill(pool, decodes_here=False)
+    scheduler = make_prefill(pool)
     first, second, third = (make_sequence(pool, i, tokens=tokens) for i, tokens in enumerate((20, 13, 1)))
     for sequence in (first, second, third):
         scheduler.add(sequence)

@@ -3,8 +3,10 @@
     waiting ──admit: all blocks of the known tokens──> prefilling ──last chunk──> (left to the core)
 
 A sequence gets all blocks of its prompt at once, those of a known beginning among them, so two half-computed prompts
-can never wait for each other. Admission is strictly by rank: nobody overtakes a sequence that waits for blocks, so none
-waits forever.
+can never wait for each other. Admission is by rank. Where sequences do not stay to decode, one that waits for more
+blocks than are free lets smaller ones pass, until those have had as many as it wants itself; elsewhere nobody
+overtakes. So none waits forever. A prompt of several chunks lets those of its priority pass whose rest is one chunk,
+every other step: they wait for one of its chunks and not for all, and it takes twice as long at most.
 
 Chunks end at fixed places, multiples of the chunk size, whatever else is in the step: a chunk is taken whole or not at
 all. What a prompt is computed with then does not depend on its neighbours. With `fixed_passes` a chunk ends at the end
@@ -29,6 +31,7 @@ from twinstage.kv.shortage import Shortage
 by_rank = attrgetter("rank")
 
 SCORED_PER_STEP = 64  # prompt tokens with logits, of all sequences: each has 4 bytes for every token of the vocabulary
+MAX_PASSED = 8  # sequences that wait for blocks beside which others are looked at
 REPLAYED_PER_STEP = 8  # output tokens of a sequence; each takes about as long as a decode step
 
 
@@ -55,6 +58,7 @@ class PrefillScheduler:
         self._prefix_cache = prefix_cache or PrefixCache(None, block_size=block_size)
         self.waiting: list[Sequence] = []  # by rank; without blocks
         self.prefilling: list[Sequence] = []  # by rank; with blocks for all known tokens
+        self._went_first: Sequence | None = None  # in the last step
 
     @property
     def has_work(self) -> bool:
@@ -83,21 +87,31 @@ class PrefillScheduler:
         return self._blocks_of(sequence) <= self._pool.num_blocks
 
     def admit(self, *, decoding: list[Sequence]) -> None:
-        """Give blocks to waiting sequences, in order, as long as there is room for them.
+        """Give blocks to waiting sequences, in order, as far as there is room for them.
 
         `decoding` are the sequences, by rank, with which they share the batch. Where sequences go on to decode, one
         free block for each is left to grow into, so that a newcomer is not the next to be preempted.
         """
-        while self.waiting:
-            sequence = self.waiting[0]
+        passed: list[Sequence] = []  # in vain
+        while len(self.waiting) > len(passed):
+            sequence = self.waiting[len(passed)]
             ahead = sum(bisect_left(others, sequence.rank, key=by_rank) for others in (self.prefilling, decoding))
             if ahead >= self._max_num_sequences:
                 return
             growing = len(self.prefilling) + len(decoding) if self._decodes_here else 0
-            if not self._take_blocks(sequence, keep_free=growing):
-                return
-            self.waiting.pop(0)
+            if not self._may_pass(sequence, passed) or not self._take_blocks(sequence, keep_free=growing):
+                if self._decodes_here or len(passed) == MAX_PASSED:
+                    return
+                passed.append(sequence)
+                continue
+            for other in passed:
+                other.passed_by_blocks += max(1, len(sequence.table) - sequence.table.num_shared)
+            self.waiting.remove(sequence)
             insort(self.prefilling, sequence, key=by_rank)
+
+    def _may_pass(self, sequence: Sequence, others: list[Sequence]) -> bool:
+        num_blocks = self._blocks_of(sequence)
+        return all(other.passed_by_blocks + num_blocks <= self._blocks_of(other) for other in others)
 
     def _take_blocks(self, sequence: Sequence, *, keep_free: int) -> bool:
         """Whether it has its blocks now. In vain is tried once, until something changed in the pool."""
@@ -116,7 +130,7 @@ class PrefillScheduler:
         chunks: list[ScheduledChunk] = []
         tokens_left = self._chunk_size
         scored_left = self._chunk_size if self._fixed_passes else SCORED_PER_STEP
-        for sequence in self.prefilling:
+        for sequence in self._in_turn():
             if len(chunks) == max_chunks:
                 break
             self._prefix_cache.look_again(sequence)
@@ -128,7 +142,21 @@ class PrefillScheduler:
             scored_left -= length if scores else 0
             samples = start + length == sequence.num_tokens
             chunks.append(ScheduledChunk(sequence=sequence, start=start, length=length, samples=samples, scores=scores))
+        self._went_first = chunks[0].sequence if chunks else None
         return chunks
+
+    def _in_turn(self) -> list[Sequence]:
+        """Those with blocks, in the order in which this step takes them."""
+        if not self.prefilling or (first := self.prefilling[0]) is not self._went_first:
+            return self.prefilling
+        if first.num_uncomputed_tokens <= self._chunk_size:
+            return self.prefilling
+
+        def waits(sequence: Sequence) -> bool:
+            is_short = sequence.num_uncomputed_tokens <= self._chunk_size
+            return not is_short or sequence.spec.priority < first.spec.priority
+
+        return sorted(self.prefilling, key=waits)  # in the order of their ranks otherwise
 
     def _next_length(self, sequence: Sequence) -> int:
         """Tokens of the next chunk."""

@@ -62,6 +62,7 @@ class Sequence:
     num_proposed_tokens: int = 0  # guesses of what comes next that were checked here
     num_accepted_tokens: int = 0  # those that were right
     shortage: Shortage | None = None  # why it waits for blocks
+    passed_by_blocks: int = 0  # given to others meanwhile that came later
     looked_up_at: int | None = None  # `BlockPool.changes` when the prefix index was last asked for more
     matcher: SequenceMatcher | None = None  # of structured output; has taken `output_token_ids`
 
