@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 from fused_models import tiny_config
 from tiny_models import IM_END_ID, VOCABULARY_SIZE, make_tiny_model
@@ -160,7 +161,7 @@ def _sampling(random: Random) -> SamplingParameters:
         {"presence_penalty": 0.5},
         {"repetition_penalty": 1.2},
     )
-    return replace(seeded, **random.choice(changes))
+    return replace(seeded, **cast("dict[str, Any]", random.choice(changes)))
 
 
 def _with_stops(llm: LLM, cases: Iterable[Case]) -> Iterator[Case]:

@@ -182,7 +182,7 @@ class ChaosCluster:
     # --- what the router says ---------------------------------------------------------------------
 
     @property
-    def admin(self) -> admin_pb2_grpc.AdminServiceStub:
+    def admin(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
         return admin_pb2_grpc.AdminServiceStub(self.channel)
 
     async def workers(self) -> list[admin_pb2.Worker]:

@@ -83,11 +83,15 @@ def _not_the_whole(received: Received, answer: Answer) -> Iterator[str]:
         yield f"{len(received.text)} characters, not {len(answer.text)}"
     if len(received.bits) != len(answer.bits):
         yield f"{len(received.bits)} log probabilities, not {len(answer.bits)}"
-    stop = common_pb2.MatchedStop(text=answer.finish.matched_text)
-    if answer.finish.matched_text is None:
-        stop = common_pb2.MatchedStop(token_id=answer.finish.matched_token_id)
-    if received.finishes != [(FINISH_REASONS[answer.finish.reason], stop)]:
-        yield f"ended with {received.finishes}, not {answer.finish}"
+    finish = answer.finish
+    # Of the two, which are alternatives, the one that is None stays unset.
+    stop = common_pb2.MatchedStop()
+    if finish.matched_text is not None:
+        stop.text = finish.matched_text
+    elif finish.matched_token_id is not None:
+        stop.token_id = finish.matched_token_id
+    if received.finishes != [(FINISH_REASONS[finish.reason], stop)]:
+        yield f"ended with {received.finishes}, not {finish}"
 
 
 def _wrong_totals(received: Received, answer: Answer) -> Iterator[str]:

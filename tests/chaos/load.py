@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -151,7 +151,7 @@ def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse
 def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     """The status with the details that clients rely on."""
     failure = Failure(code=error.code(), message=(error.details() or "")[:300])
-    metadata: Iterable[tuple[str, Any]] = error.trailing_metadata() or ()
+    metadata = cast("Iterable[tuple[str, Any]]", error.trailing_metadata() or ())
     for packed in status_pb2.Status.FromString(dict(metadata).get(_DETAILS_KEY, b"")).details:
         if packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             failure.has_retry_info = True

@@ -164,7 +164,7 @@ def _messages(observations: Sequence[Observation]) -> dict[str, int]:
 
 def _longest_gaps(result: Result, *, count: int = 20) -> list[dict[str, Any]]:
     """The longest times that a stream waited for its next token, when it did, and who served it in the end."""
-    gaps = []
+    gaps: list[dict[str, Any]] = []
     for item in result.observations:
         times, placement = item.received.event_times, item.received.placement
         if len(times) < 2:

@@ -61,7 +61,7 @@ class ChaosRun:
         self._heals_between = heals_between
         self._cases = cases
         self._began_s = time.monotonic()
-        self._say = lambda text: say(f"{time.monotonic() - self._began_s:8.2f} s  {text}")
+        self._say: Callable[[str], None] = lambda text: say(f"{time.monotonic() - self._began_s:8.2f} s  {text}")
         self._lag = Lag()
         self._saboteur = Saboteur(cluster, say=self._say)
         self._result = Result(began_s=self._began_s, schedules=schedules, saboteur=self._saboteur)
