@@ -111,9 +111,9 @@ class GetServerInfoResponse(_message.Message):
     version: _builtins.str
     """Version of the software."""
     live_requests: _builtins.int
-    """Requests in progress."""
+    """Requests of all kinds that the router has, those that wait for their turn included."""
     max_live_requests: _builtins.int
-    """Requests in progress above which new ones are refused."""
+    """Requests to generate that are in progress at most; more wait. GetLoad tells of the other kinds as well."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """Time since the router started."""
