@@ -234,12 +234,12 @@ TOKENS = (
 )
 
 
-def spell(token_id: int) -> str:
-    return f"<{token_id}>"
+def spell(token_id: int) -> tuple[str, bytes]:
+    return f"<{token_id}>", bytes([token_id])
 
 
 def test_a_delta_with_everything_and_one_with_text_alone() -> None:
-    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, token_text=spell)
+    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, spell=spell)
     assert json_format.MessageToDict(delta) == {
         "index": 1,
         "text": "ab",
@@ -248,17 +248,18 @@ def test_a_delta_with_everything_and_one_with_text_alone() -> None:
             {
                 "tokenId": 5,
                 "text": "<5>",
+                "tokenBytes": "BQ==",
                 "logprob": -0.5,
                 "rank": 2,
                 "top": [
-                    {"tokenId": 6, "text": "<6>", "logprob": -0.25},
-                    {"tokenId": 5, "text": "<5>", "logprob": -0.5},
+                    {"tokenId": 6, "text": "<6>", "tokenBytes": "Bg==", "logprob": -0.25},
+                    {"tokenId": 5, "text": "<5>", "tokenBytes": "BQ==", "logprob": -0.5},
                 ],
             }
         ],
     }
     plain = convert.delta_to_proto(
-        AnswerDelta(content="ab"), (ProducedToken(token_id=5),), index=0, return_token_ids=False, token_text=spell
+        AnswerDelta(content="ab"), (ProducedToken(token_id=5),), index=0, return_token_ids=False, spell=spell
     )
     assert plain == generation_pb2.Delta(text="ab")
 
@@ -283,16 +284,14 @@ def test_the_stop_that_was_matched() -> None:
 def test_unary_results_equal_streamed_parts() -> None:
     finish = Finish(reason=FinishReason.STOP, matched_token_id=2)
     result = convert.generation_result_to_proto(
-        "ab", TOKENS, index=1, finish=finish, return_token_ids=True, token_text=spell
+        "ab", TOKENS, index=1, finish=finish, return_token_ids=True, spell=spell
     )
-    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, token_text=spell)
+    delta = convert.delta_to_proto(AnswerDelta(content="ab"), TOKENS, index=1, return_token_ids=True, spell=spell)
     ended = convert.finished_to_proto(finish, index=1)
     assert (result.text, list(result.token_ids), result.logprobs) == (delta.text, list(delta.token_ids), delta.logprobs)
     assert (result.finish_reason, result.matched_stop) == (ended.finish_reason, ended.matched_stop)
     message = ChatMessage(role="assistant", content="ab", reasoning="hm", tool_calls=(ToolCall(id="1", name="f"),))
-    answer = convert.chat_result_to_proto(
-        message, TOKENS, index=1, finish=finish, return_token_ids=True, token_text=spell
-    )
+    answer = convert.chat_result_to_proto(message, TOKENS, index=1, finish=finish, return_token_ids=True, spell=spell)
     assert message_from_proto(answer.message) == message
     assert (answer.logprobs, answer.finish_reason) == (result.logprobs, result.finish_reason)
 

@@ -455,7 +455,7 @@ async def test_a_large_answer_is_converted_off_the_event_loop() -> None:
 
     top = tuple(TokenAlternative(token_id, -1.0) for token_id in range(20))
     token = ProducedToken(token_id=1, logprobs=TokenLogprobs(logprob=-1.0, rank=1, top=top))
-    model = SimpleNamespace(tokenizer=SimpleNamespace(token_text=str))
+    model = SimpleNamespace(tokenizer=SimpleNamespace(spell=str))
     for num_tokens in (3, 1000):
         continuation = SimpleNamespace(joiner=MessageJoiner(), tokens=[token] * num_tokens, finish=None)
         answer: Any = SimpleNamespace(continuations=(continuation,), call=SimpleNamespace(model=model))

@@ -122,6 +122,16 @@ def test_runs_of_bytes_decode_as_a_whole(data: st.DataObject) -> None:
     assert incremental(tokenizer, token_ids, skip_special_tokens=True) == tokenizer.decode(token_ids)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_the_bytes_of_tokens_are_the_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    text = "The cat, it is" if kind == "metaspace" else "the 日本 é😀\ufffd\u0120 loud"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.spell(token_id)[1] for token_id in token_ids).decode().removeprefix(" ") == text
+    assert tokenizer.spell(tokenizer.vocabulary["</s>"]) == ("</s>", b"</s>")
+    assert tokenizer.spell(tokenizer.vocab_size) == ("", b"")
+
+
 def _byte_ids(tokenizer: TextTokenizer) -> list[int]:
     """Ids of tokens that are one byte each, of those bytes that make or break characters."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())

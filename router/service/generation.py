@@ -131,7 +131,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             caller=caller_of(context),
             fallback_id=current_request_id(),
         ) as call:
-            token_text = call.model.tokenizer.token_text
+            spell = call.model.tokenizer.spell
             answers = Answers()
             async for event in call.outbox.events():
                 match event:
@@ -141,7 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                             request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
                         )
                     case PromptLogprobsEvent():
-                        async for part in in_parts(event, token_text):
+                        async for part in in_parts(event, spell):
                             yield part
                     case DeltaEvent():
                         yield delta_to_proto(
@@ -149,14 +149,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                             event.tokens,
                             index=event.index,
                             return_token_ids=raw.output.return_token_ids,
-                            token_text=token_text,
+                            spell=spell,
                         )
                     case FinishEvent():
                         rest, finish = answers.finish(event.index, event.finish)
                         if rest:
-                            yield delta_to_proto(
-                                rest, (), index=event.index, return_token_ids=False, token_text=token_text
-                            )
+                            yield delta_to_proto(rest, (), index=event.index, return_token_ids=False, spell=spell)
                         yield finished_to_proto(finish, index=event.index)
                     case SummaryEvent():
                         yield summary_to_proto(usage=event.usage, timing=event.timing, placement=event.placement)
@@ -206,7 +204,7 @@ async def convert_answer(to_proto: Callable[..., Result], answer: _Answer, *, re
                 index=index,
                 finish=continuation.finish,
                 return_token_ids=return_token_ids,
-                token_text=answer.call.model.tokenizer.token_text,
+                spell=answer.call.model.tokenizer.spell,
             )
             for index, continuation in enumerate(answer.continuations)
         ]
@@ -220,8 +218,8 @@ async def _scores_to_proto(raw: RawGenerationRequest, answer: _Answer) -> list[g
     """One for each prompt, if they were asked for."""
     num_prompts = len(raw.prompt.prompts) if isinstance(raw.prompt, BatchPrompt) else 1
     is_asked = raw.output.prompt_logprobs is not None
-    token_text = answer.call.model.tokenizer.token_text
-    return await scores_to_proto(answer.scores, token_text, num_prompts=num_prompts if is_asked else 0)
+    spell = answer.call.model.tokenizer.spell
+    return await scores_to_proto(answer.scores, spell, num_prompts=num_prompts if is_asked else 0)
 
 
 def _text_to_proto(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from router.outbox import PromptLogprobsEvent
-from twinstage.rpc.convert_public import TokenText, prompt_logprobs_to_proto
+from twinstage.rpc.convert_public import Speller, prompt_logprobs_to_proto
 from twinstage.types import PromptLogprobs
 from twinstage.v1 import generation_pb2
 
@@ -14,7 +14,7 @@ LARGE_PART = 1000  # log probabilities in a message of a stream
 
 
 async def scores_to_proto(
-    scores: Mapping[int, Sequence[PromptLogprobs]], token_text: TokenText, *, num_prompts: int
+    scores: Mapping[int, Sequence[PromptLogprobs]], spell: Speller, *, num_prompts: int
 ) -> list[generation_pb2.PromptLogprobs]:
     """A message for each of the prompts, in order; `scores` has the parts of each, none for a prompt of one token."""
 
@@ -24,7 +24,7 @@ async def scores_to_proto(
                 (token for part in scores.get(index, ()) for token in part.tokens()),
                 start=1,
                 prompt_index=index,
-                token_text=token_text,
+                spell=spell,
             )
             for index in range(num_prompts)
         ]
@@ -32,9 +32,7 @@ async def scores_to_proto(
     return await asyncio.to_thread(convert) if num_prompts else []
 
 
-async def in_parts(
-    event: PromptLogprobsEvent, token_text: TokenText
-) -> AsyncGenerator[generation_pb2.PromptLogprobs, None]:
+async def in_parts(event: PromptLogprobsEvent, spell: Speller) -> AsyncGenerator[generation_pb2.PromptLogprobs, None]:
     """Messages of about `LARGE_PART` log probabilities."""
     scores = event.logprobs
     step = max(1, LARGE_PART // (1 + scores.count))
@@ -44,5 +42,5 @@ async def in_parts(
             scores.tokens(first, first + step),
             start=scores.start + first,
             prompt_index=event.prompt_index,
-            token_text=token_text,
+            spell=spell,
         )

@@ -204,12 +204,16 @@ def _logprobs(messages: Iterable[common_pb2.TokenLogprob]) -> tuple[TokenText, .
             text=message.text,
             logprob=message.logprob,
             rank=message.rank,
-            top=tuple(
-                TokenAlternativeText(token_id=entry.token_id, text=entry.text, logprob=entry.logprob)
-                for entry in message.top
-            ),
+            top=tuple(map(_alternative, message.top)),
+            token_bytes=message.token_bytes,
         )
         for message in messages
+    )
+
+
+def _alternative(message: common_pb2.AlternativeToken) -> TokenAlternativeText:
+    return TokenAlternativeText(
+        token_id=message.token_id, text=message.text, logprob=message.logprob, token_bytes=message.token_bytes
     )
 
 

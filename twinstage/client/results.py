@@ -15,17 +15,22 @@ class TokenAlternativeText:
     token_id: int
     text: str
     logprob: float
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """A produced token with its log probability and rank (1 = most likely)."""
+    """A produced token with its log probability and rank (1 = most likely).
+
+    Where a character takes several tokens, the bytes of all of them are the character in UTF-8.
+    """
 
     token_id: int
     text: str
     logprob: float
     rank: int
     top: tuple[TokenAlternativeText, ...] = ()
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,13 +31,14 @@ from twinstage.types import (
     RawStopping,
     TextPrompt,
     Timing,
+    TokenLogprobs,
     TokenPrompt,
     Usage,
 )
 from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import common_pb2, generation_pb2
 
-TokenText = Callable[[int], str]
+Speller = Callable[[int], tuple[str, bytes]]  # the text and the bytes of a token id
 
 _FINISH_REASON_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -161,14 +162,14 @@ def prompt_info_to_proto(*, request_id: str, model: str, prompt_tokens: int) -> 
 
 
 def delta_to_proto(
-    delta: AnswerDelta, tokens: Sequence[ProducedToken], *, index: int, return_token_ids: bool, token_text: TokenText
+    delta: AnswerDelta, tokens: Sequence[ProducedToken], *, index: int, return_token_ids: bool, spell: Speller
 ) -> generation_pb2.Delta:
-    """`token_text` gives the text of a token id; it is asked only for tokens that carry log probabilities."""
+    """`spell` is asked only for tokens that carry log probabilities."""
     return generation_pb2.Delta(
         index=index,
         text=delta.content,
         token_ids=[token.token_id for token in tokens] if return_token_ids else [],
-        logprobs=token_logprobs_to_proto(tokens, token_text),
+        logprobs=token_logprobs_to_proto(tokens, spell),
         reasoning=delta.reasoning,
         tool_calls=tool_call_deltas_to_proto(delta.tool_calls),
     )
@@ -193,13 +194,13 @@ def generation_result_to_proto(
     index: int,
     finish: Finish,
     return_token_ids: bool,
-    token_text: TokenText,
+    spell: Speller,
 ) -> generation_pb2.GenerationResult:
     return generation_pb2.GenerationResult(
         index=index,
         text=text,
         token_ids=[token.token_id for token in tokens] if return_token_ids else [],
-        logprobs=token_logprobs_to_proto(tokens, token_text),
+        logprobs=token_logprobs_to_proto(tokens, spell),
         finish_reason=_FINISH_REASON_TO_PROTO[finish.reason],
         matched_stop=matched_stop_to_proto(finish),
     )
@@ -212,46 +213,42 @@ def chat_result_to_proto(
     index: int,
     finish: Finish,
     return_token_ids: bool,
-    token_text: TokenText,
+    spell: Speller,
 ) -> generation_pb2.ChatResult:
     return generation_pb2.ChatResult(
         index=index,
         message=message_to_proto(message),
         token_ids=[token.token_id for token in tokens] if return_token_ids else [],
-        logprobs=token_logprobs_to_proto(tokens, token_text),
+        logprobs=token_logprobs_to_proto(tokens, spell),
         finish_reason=_FINISH_REASON_TO_PROTO[finish.reason],
         matched_stop=matched_stop_to_proto(finish),
     )
 
 
 def prompt_logprobs_to_proto(
-    tokens: Iterable[ProducedToken], *, start: int, token_text: TokenText, prompt_index: int = 0
+    tokens: Iterable[ProducedToken], *, start: int, spell: Speller, prompt_index: int = 0
 ) -> generation_pb2.PromptLogprobs:
     """Consecutive tokens of a prompt, the first at position `start`."""
-    scores = token_logprobs_to_proto(tokens, token_text)
+    scores = token_logprobs_to_proto(tokens, spell)
     return generation_pb2.PromptLogprobs(prompt_index=prompt_index, start=start, tokens=scores)
 
 
-def token_logprobs_to_proto(tokens: Iterable[ProducedToken], token_text: TokenText) -> list[common_pb2.TokenLogprob]:
+def token_logprobs_to_proto(tokens: Iterable[ProducedToken], spell: Speller) -> list[common_pb2.TokenLogprob]:
     """One entry per token that carries log probabilities."""
     return [
-        common_pb2.TokenLogprob(
-            token_id=token.token_id,
-            text=token_text(token.token_id),
-            logprob=token.logprobs.logprob,
-            rank=token.logprobs.rank,
-            top=[
-                common_pb2.AlternativeToken(
-                    token_id=alternative.token_id,
-                    text=token_text(alternative.token_id),
-                    logprob=alternative.logprob,
-                )
-                for alternative in token.logprobs.top
-            ],
-        )
-        for token in tokens
-        if token.logprobs is not None
+        _token_logprob_to_proto(token.token_id, token.logprobs, spell) for token in tokens if token.logprobs is not None
     ]
+
+
+def _token_logprob_to_proto(token_id: int, logprobs: TokenLogprobs, spell: Speller) -> common_pb2.TokenLogprob:
+    text, token_bytes = spell(token_id)
+    message = common_pb2.TokenLogprob(
+        token_id=token_id, text=text, token_bytes=token_bytes, logprob=logprobs.logprob, rank=logprobs.rank
+    )
+    for entry in logprobs.top:
+        text, token_bytes = spell(entry.token_id)
+        message.top.add(token_id=entry.token_id, text=text, token_bytes=token_bytes, logprob=entry.logprob)
+    return message
 
 
 def matched_stop_to_proto(finish: Finish) -> common_pb2.MatchedStop | None:

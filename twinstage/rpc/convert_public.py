@@ -14,7 +14,7 @@ from twinstage.rpc.convert_embedding import (
     encode_stream_request_from_proto,
 )
 from twinstage.rpc.convert_generation import (
-    TokenText,
+    Speller,
     chat_request_from_proto,
     chat_result_to_proto,
     delta_to_proto,
@@ -36,7 +36,7 @@ from twinstage.rpc.convert_generation import (
 from twinstage.rpc.convert_values import seconds_from_proto, seconds_to_proto
 
 __all__ = [
-    "TokenText",
+    "Speller",
     "chat_prompt_from_proto",
     "chat_request_from_proto",
     "chat_result_to_proto",

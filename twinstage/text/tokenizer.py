@@ -14,6 +14,16 @@ from twinstage.text.bundle import TokenizerBundle
 _LONGEST_TOKEN_FLOOR = 64  # characters
 
 
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE spells each byte as a character: by itself where that is printable, else from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(0x100) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
 class TextTokenizer:
     """Encodes and decodes with the bundle's tokenizer; truncation and padding from its file are switched off."""
 
@@ -140,6 +150,25 @@ class TextTokenizer:
         # Some decoders strip the space of the first token, so read the text off the second of two.
         twice = self.decode([token_id, token_id], skip_special_tokens=False)
         return twice[len(alone) :] if twice.startswith(alone) and len(twice) > len(alone) else alone
+
+    @lru_cache(maxsize=32768)  # noqa: B019 - as above; each takes a few microseconds, and a row of them is asked for
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        """The token's text, and its bytes: of a part of a character, only they tell which part."""
+        return self.token_text(token_id), self.token_bytes(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes for which the token stands, in a text in UTF-8."""
+        piece = self.token_piece(token_id)
+        if self.is_fallback_byte(token_id):
+            return bytes.fromhex(piece[3:5])
+        if self._is_byte_level and token_id not in self.added_token_ids and set(piece) <= _BYTES.keys():
+            return bytes(map(_BYTES.__getitem__, piece))
+        return self.token_text(token_id).encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def is_textless(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Whether `decode` drops this id before it joins the others."""

@@ -524,14 +524,17 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token's id."""
     text: _builtins.str
-    """The token's text."""
+    """The token's text; U+FFFD stands for what is only a part of a character."""
     logprob: _builtins.float
     """Natural logarithm of the probability, before temperature and penalties."""
     rank: _builtins.int
     """Rank among all tokens, 1 being the most likely."""
+    token_bytes: _builtins.bytes
+    """The token's bytes. Where a character takes several tokens, those of all of them are the character in UTF-8."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___AlternativeToken]:
         """The most likely tokens at this position, best first; as many as were asked for."""
@@ -544,10 +547,11 @@ class TokenLogprob(_message.Message):
         logprob: _builtins.float = ...,
         rank: _builtins.int = ...,
         top: _abc.Iterable[Global___AlternativeToken] | None = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -562,22 +566,26 @@ class AlternativeToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token's id."""
     text: _builtins.str
-    """The token's text."""
+    """The token's text; U+FFFD stands for what is only a part of a character."""
     logprob: _builtins.float
     """Natural logarithm of the probability, before temperature and penalties."""
+    token_bytes: _builtins.bytes
+    """The token's bytes."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         text: _builtins.str = ...,
         logprob: _builtins.float = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_bytes", b"token_bytes", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
