@@ -52,6 +52,11 @@ class _Waiting:
     result: asyncio.Future[StreamResult]
     num_bytes: int
 
+    def settle(self, result: StreamResult) -> None:
+        """Tell whoever waits for it: nobody, once the client has gone, which may have been a moment ago."""
+        if not self.result.done():
+            self.result.set_result(result)
+
 
 class _Room:
     """What is in flight, bounded. One input may always go, however large it is. For one task that takes."""
@@ -172,7 +177,7 @@ class EmbeddingStream:
             try:
                 admitted.append((waiting, await self._admit(waiting.request)))
             except TwinstageError as error:
-                waiting.result.set_result(error)
+                waiting.settle(error)
         return admitted
 
     async def _admit(self, request: StreamRequest) -> AdmittedInput:
@@ -196,10 +201,9 @@ class EmbeddingStream:
         call = EncodingCall(model=self._model[1], request_id=self._id, deadline_s=deadline_s)
         vectors = await self._embedding.encoder.encode([entry for _, entry in admitted], call)
         for (waiting, _), vector in zip(admitted, vectors, strict=True):
-            waiting.result.set_result(vector)
+            waiting.settle(vector)
 
 
 def _fail(batch: list[_Waiting], error: TwinstageError) -> None:
     for waiting in batch:
-        if not waiting.result.done():
-            waiting.result.set_result(error)
+        waiting.settle(error)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
 from fake_workers import FakePrefill, until
+from router import embedding_stream
+from router.encoder import Vector
+from router.gate import Gate
+from router.generation import Deadlines
+from router.quotas import Quotas
 from served_router import Service, details, failing, serving, vector_of
 from twinstage.errors import Overloaded
+from twinstage.types import RawEncodeRequest, Task
 from twinstage.v1 import embedding_pb2
 
 
@@ -80,3 +89,36 @@ async def _dying_of_inputs(worker: FakePrefill) -> None:
         worker.running.clear()
         worker.encoding.clear()
         await worker.restart()
+
+
+async def test_a_client_may_leave_a_stream_in_the_moment_in_which_its_vectors_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computing, computed, failures = asyncio.Event(), asyncio.Event(), []
+
+    async def encode(inputs: Sequence[Any], call: Any) -> list[Vector]:
+        computing.set()
+        await computed.wait()
+        return [Vector(data=b"", prompt_tokens=1)] * len(inputs)
+
+    async def admit(*_: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(token_ids=[1])]
+
+    async def requests() -> AsyncIterator[RawEncodeRequest]:
+        yield RawEncodeRequest(inputs=(None,))
+
+    model = SimpleNamespace(name="m", description=SimpleNamespace(task=Task.EMBED))
+    embedding = SimpleNamespace(
+        admit=admit, find_model=lambda *_: model, encoder=SimpleNamespace(encode=encode), quotas=Quotas()
+    )
+    gate, deadlines = Gate(max_live=1, max_queued=1), Deadlines(default_s=20, longest_s=20)
+    stream = embedding_stream.EmbeddingStream(embedding, gate=gate, deadlines=deadlines, timeout_s=20)  # type: ignore[arg-type]
+    monkeypatch.setattr(embedding_stream.logger, "exception", lambda *words, **_: failures.append(words))
+    reading = asyncio.create_task(anext(stream.results(requests())))
+    await computing.wait()
+    computed.set()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not failures
+    assert gate.live == 0
