@@ -8,21 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from chaos.cases import Answer, AnsweredCase, answered_cases, make_chaos_model
 from chaos.cluster import ChaosCluster, Shape
+from chaos.drawing import draw_cases
 from chaos.faults import Done, Saboteur
 from chaos.judge import judge
 from chaos.load import Failure, Observation, Received
+from chaos.pooling import PoolingAnswer, Vector, make_embedder, pooling_cases
 from chaos.report import document, explanation, summary, wait_s
 from chaos.run import ChaosRun, Result
 from chaos.schedule import Call, Fault, FaultKind, Plan, Schedule, draw, draw_rounds, from_json, to_json
 from twinstage.types import Finish, FinishReason
-from twinstage.v1 import common_pb2
+from twinstage.v1 import common_pb2, embedding_pb2
 
-SEEDS = range(13, 33)
+SEEDS = range(310, 330)
 NUM_CASES = 16
+NUM_POOLING_CASES = 4
 # Restarts take seconds of a processor, so they are rare here.
 KINDS = {
     FaultKind.KILL: 1.0,
@@ -43,7 +47,8 @@ def _plan(shape: Shape) -> Plan:
     return Plan(
         workers=shape.worker_ids,
         links=shape.link_names,
-        num_cases=NUM_CASES,
+        lasting=shape.embedder_ids,  # they start with PyTorch, which takes longer than all else here
+        num_cases=NUM_CASES + NUM_POOLING_CASES,
         seconds=0.6,
         num_faults=3,
         faults_per_s=5.0,
@@ -59,8 +64,12 @@ def _plan(shape: Shape) -> Plan:
 @pytest.mark.timeout(600)  # the first one compiles kernels, on a machine that may be busy
 def test_twenty_seeds(tmp_path: Path) -> None:
     model = make_chaos_model(tmp_path / "model")
-    cases = answered_cases(model, count=NUM_CASES, longest=120, weights="fp32", deterministic=False)
-    shape = Shape(model=str(model), prefill=2, decode=2, kv_cache_bytes=2 << 20, report_interval_s=0.1)
+    embedder = make_embedder(tmp_path / "embedder")
+    drawn = draw_cases(NUM_CASES, longest=120, with_xgrammar=False)
+    cases = answered_cases(model, drawn, weights="fp32", deterministic=False)
+    cases += pooling_cases(embedder, count=NUM_POOLING_CASES, longest=40)
+    models = {"model": str(model), "embedder": str(embedder)}
+    shape = Shape(**models, prefill=2, decode=2, embedders=1, kv_cache_bytes=2 << 20, report_interval_s=0.1)
     schedules = [draw(seed, _plan(shape)) for seed in SEEDS]
     result = asyncio.run(_run(tmp_path, shape, cases, schedules))
     assert not result.violations, explanation(result, tmp_path)
@@ -138,6 +147,26 @@ def test_the_judge_takes_the_right_answer_and_no_other() -> None:
         observation = _observation()
         setattr(observation.received, field, value)
         assert set(_kinds(observation)) == {kind}, field
+
+
+def test_the_judge_takes_the_right_vectors_and_no_others() -> None:
+    right = (np.array([0.25, 0.5], np.float32), np.array([1.0, 0.0], np.float32))
+    lost = embedding_pb2.ItemError(code=grpc.StatusCode.UNAVAILABLE.value[0], reason="WORKER_LOST")
+
+    def kinds(vectors: dict[int, Vector], *faults: FaultKind, **items: embedding_pb2.ItemError) -> set[str]:
+        observation = _observation()
+        usage = common_pb2.Usage(prompt_tokens=9)
+        failures = {int(name[1:]): error for name, error in items.items()}
+        observation.received = Received(vectors=vectors, usage=usage, item_failures=failures)
+        answer = PoolingAnswer(vectors=right, num_prompt_tokens=9)
+        return {violation.kind for violation in judge(observation, answer, _saboteur(*faults))}
+
+    assert kinds({0: right[0], 1: right[1]}) == set()
+    assert kinds({0: right[1], 1: right[0]}) == {"wrong vectors"}
+    assert kinds({0: right[0], 1: right[1][:1]}) == {"wrong vectors"}
+    assert kinds({0: right[0]}) == {"wrong totals"}
+    assert kinds({0: right[0]}, FaultKind.KILL, _1=lost) == set()
+    assert kinds({0: right[0]}, _1=lost) == {"wrong status"}
 
 
 def _failed(code: grpc.StatusCode, *, tokens: int = 0, **details: object) -> Observation:

@@ -1,7 +1,9 @@
 """Chaos: a real cluster under mixed load while its processes and links fail, by a schedule drawn from one seed.
 
     schedule   what happens when: calls and faults, drawn from a seed, and as JSON to play again
-    cases      the requests, and what one engine alone answers to them
+    cases      the requests to generate, and what one engine alone answers to them
+    drawing    which of them there are: of all kinds
+    pooling    the requests to encode and to score, their answers, and whether those came back
     cluster    router and workers as processes, each behind a link that can fail
     faults     carries the faults out
     load       makes the calls and keeps what came back

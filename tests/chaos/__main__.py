@@ -11,6 +11,8 @@ from pathlib import Path
 
 from chaos.cases import AnsweredCase, answered_cases, make_chaos_model
 from chaos.cluster import ChaosCluster, Shape
+from chaos.drawing import draw_cases
+from chaos.pooling import make_embedder, pooling_cases
 from chaos.report import document, explanation, summary
 from chaos.run import ChaosRun, Result
 from chaos.schedule import Plan, Schedule, draw_rounds, from_json, to_json
@@ -25,9 +27,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weights", choices=("fp32", "stock"), default="fp32", help="stock: in deterministic mode")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=3, help="decode workers")
+    parser.add_argument("--embedders", type=int, default=2, help="workers of an embedding model; 0: none is served")
     parser.add_argument("--faults-per-second", type=float, default=0.4)
     parser.add_argument("--calls-per-second", type=float, default=4.0)
-    parser.add_argument("--cases", type=int, default=80, help="different requests")
+    parser.add_argument("--cases", type=int, default=80, help="different requests to generate")
+    parser.add_argument("--pooling-cases", type=int, default=20, help="different requests to encode and score")
     parser.add_argument(
         "--round-seconds", type=float, default=30.0, help="after so many, everything heals and is checked"
     )
@@ -43,18 +47,22 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     model = make_chaos_model(directory / "model")
     is_stock = arguments.weights == "stock"
-    cases = answered_cases(
-        model, count=arguments.cases, longest=1500, weights=arguments.weights, deterministic=is_stock
-    )
+    drawn = draw_cases(arguments.cases, longest=1500, with_xgrammar=True)
+    cases = answered_cases(model, drawn, weights=arguments.weights, deterministic=is_stock)
+    embedder = make_embedder(directory / "embedder")
+    if arguments.embedders:
+        cases += pooling_cases(embedder, count=arguments.pooling_cases, longest=300)
     shape = Shape(
         model=str(model),
+        embedder=str(embedder),
+        embedders=arguments.embedders,
         prefill=arguments.prefill,
         decode=arguments.decode,
         transport=arguments.transport,
         weights=arguments.weights,
         deterministic=is_stock,
     )
-    schedules = _schedules(arguments, shape)
+    schedules = _schedules(arguments, shape, num_cases=len(cases))
     (directory / "schedule.json").write_text(to_json(schedules))
     print(f"{len(schedules)} rounds; logs, schedule.json and report.json in {directory}", flush=True)
     result = asyncio.run(_run(directory, shape, cases, schedules))
@@ -66,13 +74,13 @@ def main() -> int:
     return 1 if result.violations else 0
 
 
-def _schedules(arguments: argparse.Namespace, shape: Shape) -> list[Schedule]:
+def _schedules(arguments: argparse.Namespace, shape: Shape, *, num_cases: int) -> list[Schedule]:
     if arguments.schedule is not None:
         return from_json(arguments.schedule.read_text())
     plan = Plan(
         workers=shape.worker_ids,
         links=shape.link_names,
-        num_cases=arguments.cases,
+        num_cases=num_cases,
         seconds=arguments.minutes * 60,
         num_faults=arguments.faults,
         faults_per_s=arguments.faults_per_second,

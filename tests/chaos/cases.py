@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
 from fused_models import tiny_config
-from tiny_models import IM_END_ID, VOCABULARY_SIZE, make_tiny_model
+from tiny_models import IM_END_ID, make_tiny_model
 from token_bits import TokenBits, bits_of_produced
 from twinstage.engine.llm import LLM, GenerationLimits, LlmOptions
+from twinstage.rpc.convert_structured import structured_output_to_proto
 from twinstage.types import Finish, FinishReason, SamplingParameters, TextOptions
+from twinstage.types.constraints import RawStructuredOutput
 from twinstage.v1 import common_pb2, generation_pb2
 
+if TYPE_CHECKING:
+    from chaos.pooling import PoolingAnswer, PoolingCase
+
 MAX_MODEL_LEN = 4096
-# Beginnings that several prompts share. Their lengths lie on, before and behind the border of a block of 16 tokens.
-_PREFIX_LENGTHS = (15, 64, 161)
-_SUBJECTS = ("the sea", "a clockmaker", "winter wheat", "the night train", "an old map", "copper", "two rivers")
-_GREEDY = SamplingParameters(temperature=0.0)
+Prompt = str | tuple[int, ...]
+GREEDY = SamplingParameters(temperature=0.0)
 
 
 def make_chaos_model(directory: Path) -> Path:
@@ -38,20 +40,32 @@ def make_chaos_model(directory: Path) -> Path:
 class Case:
     """One request. `logprobs` None asks for none; `stop` strings are looked for in the text.
 
-    Of several choices, one is `observed`; of the others the tokens are counted.
+    Prompts that are asked `beside` it make a batch. Of several continuations, one is `observed`; of the others the
+    tokens are counted.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: Prompt
+    beside: tuple[Prompt, ...] = ()
     max_tokens: int
     min_tokens: int = 0
     ignore_eos: bool = True
-    sampling: SamplingParameters = _GREEDY
+    sampling: SamplingParameters = GREEDY
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structure: RawStructuredOutput | None = None
     priority: int = 0
     num_choices: int = 1
     observed: int = 0
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return (self.prompt, *self.beside)
+
+    @property
+    def observed_prompt(self) -> int:
+        return self.observed // self.num_choices
 
     def request(self) -> generation_pb2.GenerateRequest:
         sampling = self.sampling
@@ -75,129 +89,95 @@ class Case:
                 include_stop_str_in_output=self.include_stop,
                 ignore_eos=self.ignore_eos,
             ),
-            output=common_pb2.OutputOptions(logprobs=self.logprobs, return_token_ids=True),
+            output=common_pb2.OutputOptions(
+                logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs, return_token_ids=True
+            ),
+            structured_output=structured_output_to_proto(self.structure) if self.structure is not None else None,
             priority=self.priority,
         )
-        if isinstance(self.prompt, str):
+        if self.beside:
+            request.batch.prompts.extend(_prompt_input(prompt) for prompt in self.prompts)
+        elif isinstance(self.prompt, str):
             request.prompt = self.prompt
         else:
             request.prompt_token_ids.ids[:] = self.prompt
         return request
 
 
+def _prompt_input(prompt: Prompt) -> generation_pb2.PromptInput:
+    if isinstance(prompt, str):
+        return generation_pb2.PromptInput(prompt=prompt)
+    return generation_pb2.PromptInput(prompt_token_ids=common_pb2.TokenIds(ids=prompt))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All that a client must get to see. `bits` is empty when no log probabilities were asked for."""
+    """All that a client must get to see. `bits` and `prompt_bits` are empty where none were asked for."""
 
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of all prompts
     num_other_tokens: int = 0  # of choices that are not observed
     token_ids: tuple[int, ...]
     text: str
     finish: Finish
     bits: tuple[TokenBits, ...] = ()
+    prompt_bits: tuple[TokenBits, ...] = ()  # of the observed continuation's prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredCase:
     """A request and its answer."""
 
-    case: Case
-    answer: Answer
-    request: generation_pb2.GenerateRequest = field(repr=False)
+    case: Case | PoolingCase
+    answer: Answer | PoolingAnswer
 
 
-def answered_cases(model: Path, *, count: int, longest: int, weights: str, deterministic: bool) -> list[AnsweredCase]:
-    """`count` requests of at most `longest` tokens of output, with their answers. Takes about 1 ms a token."""
+def answered_cases(model: Path, cases: Iterable[Case], *, weights: str, deterministic: bool) -> list[AnsweredCase]:
+    """The requests with their answers. Takes about 1 ms a token."""
     options = LlmOptions(
         weights=weights, deterministic=deterministic, threads=1, kv_cache_bytes=64 << 20, max_model_len=MAX_MODEL_LEN
     )
     with LLM(str(model), options) as llm:
-        return [_answered(llm, case) for case in _with_stops(llm, draw_cases(Random(count), count, longest))]
-
-
-def draw_cases(random: Random, count: int, longest: int) -> Iterator[Case]:
-    """Requests of all kinds and lengths, most of them short."""
-    lengths = [length for length in (1, 2, 3, 17, 40, 120, 300, 700, 1500) if length <= longest]
-    weights = [1, 1, 1, 2, 3, 4, 4, 3, 2][: len(lengths)]
-    prefixes = [_tokens(random, length) for length in _PREFIX_LENGTHS]
-    for _ in range(count):
-        num_choices = random.choice((1, 1, 1, 1, 2, 3))
-        yield Case(
-            num_choices=num_choices,
-            observed=random.randrange(num_choices),
-            prompt=_prompt(random, prefixes, longest),
-            max_tokens=random.choices(lengths, weights)[0],
-            ignore_eos=random.random() < 0.8,
-            sampling=_sampling(random),
-            logprobs=random.choice((None, None, None, 0, 2, 5)),
-            priority=random.choice((0, 0, 0, 0, 5, -5)),
-        )
-
-
-def _prompt(random: Random, prefixes: list[tuple[int, ...]], longest: int) -> str | tuple[int, ...]:
-    kind = random.random()
-    if kind < 0.25:
-        return f"{random.choice(('What is', 'Once there was', 'Numbers such as'))} {random.choice(_SUBJECTS)}"
-    if kind < 0.6:
-        return (*random.choice(prefixes), *_tokens(random, random.randint(1, 40)))
-    lengths = (1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 250, 400, 2 * longest // 3, longest)
-    return _tokens(random, random.choice(lengths))
-
-
-def _tokens(random: Random, count: int) -> tuple[int, ...]:
-    return tuple(random.randrange(3, VOCABULARY_SIZE) for _ in range(count))
-
-
-def _sampling(random: Random) -> SamplingParameters:
-    if random.random() < 0.35:
-        return _GREEDY
-    seeded = SamplingParameters(
-        temperature=random.choice((0.7, 1.0, 1.3)), top_p=random.choice((1.0, 0.9)), seed=random.getrandbits(32)
-    )
-    changes: tuple[dict[str, float], ...] = (
-        {},
-        {"top_k": 20},
-        {"min_p": 0.02},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.2},
-    )
-    return replace(seeded, **cast("dict[str, Any]", random.choice(changes)))
+        return [AnsweredCase(case=case, answer=_answer(llm, case)) for case in _with_stops(llm, cases)]
 
 
 def _with_stops(llm: LLM, cases: Iterable[Case]) -> Iterator[Case]:
     """Every fifth case ends by a string of its own text, every tenth wishes to end but must not at first."""
     for number, case in enumerate(cases):
-        if number % 10 == 9 and case.max_tokens > 4:
+        if case.structure is not None:
+            yield case
+        elif number % 10 == 9 and case.max_tokens > 4:
             bias = {IM_END_ID: 3.0}
             yield replace(
                 case, ignore_eos=False, min_tokens=4, sampling=replace(case.sampling, logit_bias=bias), stop=()
             )
-        elif number % 5 == 4 and len(text := _answered(llm, case).answer.text) > 12:
+        elif number % 5 == 4 and len(text := _answer(llm, case).text) > 12:
             start = len(text) // 2
             yield replace(case, stop=("~no such text~", text[start : start + 4]), include_stop=number % 2 == 0)
         else:
             yield case
 
 
-def _answered(llm: LLM, case: Case) -> AnsweredCase:
+def _answer(llm: LLM, case: Case) -> Answer:
     results = llm.generate(
-        [case.prompt],
+        case.prompts,
         case.sampling,
         n=case.num_choices,
         limits=GenerationLimits(max_tokens=case.max_tokens, min_tokens=case.min_tokens, ignore_eos=case.ignore_eos),
         logprobs=case.logprobs,
+        prompt_logprobs=case.prompt_logprobs,
+        structured_output=case.structure,
         text=TextOptions(stop=case.stop, include_stop_str_in_output=case.include_stop),
     )
     result = results[case.observed]
-    answer = Answer(
+    return Answer(
         num_other_tokens=sum(len(other.token_ids) for other in results if other is not result),
-        num_prompt_tokens=len(result.prompt_token_ids),
+        num_prompt_tokens=sum(len(each.prompt_token_ids) for each in results[:: case.num_choices]),
         token_ids=result.token_ids,
         text=result.text,
         finish=result.finish,
         bits=tuple(bits_of_produced(result.tokens)) if case.logprobs is not None else (),
+        prompt_bits=tuple(bits_of_produced(results[case.observed_prompt * case.num_choices].prompt_logprobs)),
     )
-    return AnsweredCase(case=case, answer=answer, request=case.request())
 
 
 FINISH_REASONS = {

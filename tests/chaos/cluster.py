@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from chaos.pooling import MODEL_NAME
 from chaos.schedule import ROUTER
 from harness import START_TIMEOUT_S, ProcessCluster, RoleProcess
 from proxy import FaultyLink
@@ -39,9 +40,14 @@ _CLIENT_OPTIONS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the cluster consists of. `transport` is shm, tcp or both: then decode workers take turns."""
+    """What the cluster consists of. `transport` is shm, tcp or both: then decode workers take turns.
+
+    The first decode worker guesses tokens by n-grams, the third by a draft model, which is the model itself.
+    """
 
     model: str
+    embedder: str = ""
+    embedders: int = 0  # workers of the embedder
     prefill: int = 2
     decode: int = 3
     transport: str = "both"
@@ -61,7 +67,12 @@ class Shape:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        return tuple(worker_id for worker_id, _ in self.transports())
+        generating = [worker_id for worker_id, _ in self.transports()]
+        return (*generating, *self.embedder_ids)
+
+    @property
+    def embedder_ids(self) -> tuple[str, ...]:
+        return tuple(f"embedder-{number}" for number in range(self.embedders))
 
     @property
     def link_names(self) -> tuple[str, ...]:
@@ -75,6 +86,16 @@ class Shape:
         flags = ["--model", self.model, "--threads", "1", "--weights", self.weights]
         flags += ["--kv-cache-bytes", str(self.kv_cache_bytes), "--drain-timeout", str(self.drain_timeout_s)]
         return (*flags, "--deterministic") if self.deterministic else tuple(flags)
+
+    def speculative_flags(self, worker_id: str) -> list[str]:
+        match worker_id:
+            case "decode-0":
+                return ["--speculative", "ngram", "--ngram-min", "1"]
+            case "decode-2":
+                draft = ["--draft-model", self.model, "--draft-weights", self.weights, "--draft-kv-cache-bytes", "8MiB"]
+                return ["--speculative", "draft_model", *draft]
+            case _:
+                return []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +148,7 @@ class ChaosCluster:
             address = await self._link(f"router:{worker_id}")
             own = ["--worker-id", worker_id, "--listen", address, "--kv-transports", transports]
             if role == "decode":
+                own += self.shape.speculative_flags(worker_id)
                 own += ["--kv-socket-directory", str(self.socket_directory)]
                 if "tcp" in transports:
                     kv_address = await self._link(f"kv:{worker_id}")
@@ -134,6 +156,11 @@ class ChaosCluster:
             self.members[worker_id] = Member(
                 name=worker_id, module=f"{role}_worker", flags=(*self.shape.common_flags, *own)
             )
+        for worker_id in self.shape.embedder_ids:
+            own = ["--worker-id", worker_id, "--listen", await self._link(f"router:{worker_id}"), "--threads", "1"]
+            own += ["--model", self.shape.embedder, "--served-model-name", MODEL_NAME]
+            own += ["--drain-timeout", str(self.shape.drain_timeout_s)]
+            self.members[worker_id] = Member(name=worker_id, module="prefill_worker", flags=tuple(own))
         workers = [
             flag for name in self.shape.worker_ids for flag in ("--workers", self.links[f"router:{name}"].address)
         ]

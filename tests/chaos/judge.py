@@ -10,11 +10,14 @@ import grpc
 from chaos.cases import FINISH_REASONS, Answer
 from chaos.faults import Saboteur
 from chaos.load import Failure, Observation, Received
+from chaos.pooling import PoolingAnswer, not_all_vectors, wrong_vectors
 from twinstage.v1 import common_pb2
 
 EARLY_S = 0.05  # by which a deadline may strike before the client's own clock says so
 LATE_S = 3.0  # after its deadline or its cancellation, a call has ended, also on a busy machine
 DEATHS_OF_A_POISON = 2  # the router cannot tell faults that hit one request twice from a request that kills workers
+SILENCE_S = 0.3  # after which the router of a small run takes a worker for lost
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 LONG_S = 10.0  # a deadline from here on is only reached by what hangs
 
 
@@ -31,21 +34,36 @@ class Violation:
 
 
 def judge(
-    observation: Observation, answer: Answer, saboteur: Saboteur, *, observer_lag_s: float = 0.0
+    observation: Observation, answer: Answer | PoolingAnswer, saboteur: Saboteur, *, observer_lag_s: float = 0.0
 ) -> list[Violation]:
     """All that is wrong with a call. By `observer_lag_s` its end may have been noticed too late."""
-    found = [("wrong tokens", what) for what in _not_a_beginning(observation.received, answer)]
+    found = list(_wrong_content(observation, answer))
     found += [("disorder", what) for what in observation.received.disorder]
     took_s = observation.ended_s - observation.began_s - observer_lag_s
     allowed_s = min(observation.call.deadline_s, observation.call.cancel_after_s or observation.call.deadline_s)
     if took_s > observation.call.deadline_s + LATE_S or (observation.failure and took_s > allowed_s + LATE_S):
         found.append(("hang", f"ended {took_s - allowed_s:.1f} s late"))
-    if observation.failure is None:
-        found += [("wrong tokens", what) for what in _not_the_whole(observation.received, answer)]
-        found += [("wrong totals", what) for what in _wrong_totals(observation.received, answer)]
-    else:
-        found += _wrong_status(observation, observation.failure, took_s + observer_lag_s, saboteur)
+    if observation.failure is not None:
+        found += _wrong_status(observation, observation.failure, saboteur, observer_lag_s)
+    for error in observation.received.item_failures.values():
+        # An item has no details, and what is no answer to the call may come before the call's deadline.
+        code = _CODES[error.code]
+        item = Failure(code=code, message=error.message, reason=error.reason, has_retry_info=True)
+        found += _wrong_status(observation, item, saboteur, observer_lag_s)
     return [Violation(kind, f"{what}; {_describe(observation)}", observation.seed) for kind, what in found]
+
+
+def _wrong_content(observation: Observation, answer: Answer | PoolingAnswer) -> Iterator[tuple[str, str]]:
+    received, is_whole = observation.received, observation.failure is None
+    if isinstance(answer, PoolingAnswer):
+        yield from (("wrong vectors", what) for what in wrong_vectors(received, answer))
+        if is_whole:
+            yield from (("wrong totals", what) for what in not_all_vectors(received, answer))
+        return
+    yield from (("wrong tokens", what) for what in _not_a_beginning(received, answer))
+    if is_whole:
+        yield from (("wrong tokens", what) for what in _not_the_whole(received, answer))
+        yield from (("wrong totals", what) for what in _wrong_totals(received, answer))
 
 
 def _describe(observation: Observation) -> str:
@@ -72,6 +90,8 @@ def _not_a_beginning(received: Received, answer: Answer) -> Iterator[str]:
         yield f"other text: ...{received.text[-20:]!r} ({len(received.text)} characters)"
     if answer.bits and tuple(received.bits) != answer.bits[: len(received.bits)]:
         yield "other log probabilities"
+    if tuple(received.prompt_bits) != answer.prompt_bits[: len(received.prompt_bits)]:
+        yield "other log probabilities of the prompt"
     if received.prompt_tokens not in (None, answer.num_prompt_tokens):
         yield f"{received.prompt_tokens} prompt tokens, not {answer.num_prompt_tokens}"
 
@@ -83,6 +103,8 @@ def _not_the_whole(received: Received, answer: Answer) -> Iterator[str]:
         yield f"{len(received.text)} characters, not {len(answer.text)}"
     if len(received.bits) != len(answer.bits):
         yield f"{len(received.bits)} log probabilities, not {len(answer.bits)}"
+    if len(received.prompt_bits) != len(answer.prompt_bits):
+        yield f"{len(received.prompt_bits)} log probabilities of the prompt, not {len(answer.prompt_bits)}"
     finish = answer.finish
     # Of the two, which are alternatives, the one that is None stays unset.
     stop = common_pb2.MatchedStop()
@@ -112,11 +134,15 @@ def _wrong_totals(received: Received, answer: Answer) -> Iterator[str]:
 
 
 def _wrong_status(
-    observation: Observation, failure: Failure, took_s: float, saboteur: Saboteur
+    observation: Observation, failure: Failure, saboteur: Saboteur, observer_lag_s: float
 ) -> Iterator[tuple[str, str]]:
     """The table of statuses: what may end a call, when, and with which details."""
     call, named = observation.call, f"{failure.code.name} {failure.reason}: {failure.message}"
-    has_cause = any(done.may_explain(observation.began_s, observation.ended_s) for done in saboteur.done)
+    took_s = observation.ended_s - observation.began_s
+    # A machine that leaves this process no time leaves workers none either, and who is silent counts as lost.
+    has_cause = observer_lag_s > SILENCE_S or any(
+        done.may_explain(observation.began_s, observation.ended_s) for done in saboteur.done
+    )
     router_was_down = saboteur.router_was_down(observation.began_s, observation.ended_s)
     match failure.code:
         case grpc.StatusCode.CANCELLED:

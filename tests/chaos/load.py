@@ -1,4 +1,4 @@
-"""Makes calls and keeps everything that came back."""
+"""Makes calls and keeps everything that came back; how pooling models are called is in `pooling`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 
-from chaos.cases import AnsweredCase
+from chaos import pooling
+from chaos.cases import AnsweredCase, Case
 from chaos.schedule import Call
 from token_bits import TokenBits, bits_of_received
-from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from twinstage.v1 import common_pb2, embedding_pb2, generation_pb2, generation_pb2_grpc
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -34,12 +35,15 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class Received:
-    """What a client got, in whatever pieces. `event_times` are those of streamed events with tokens."""
+    """What a client got, in whatever pieces. `event_times` are those of streamed events with tokens or vectors."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     num_other_tokens: int = 0  # of choices that are not observed
     bits: list[TokenBits] = field(default_factory=list)
+    prompt_bits: list[TokenBits] = field(default_factory=list)
+    vectors: dict[int, pooling.Vector] = field(default_factory=dict)  # by input
+    item_failures: dict[int, embedding_pb2.ItemError] = field(default_factory=dict)  # of a stream of inputs
     finishes: list[tuple[int, common_pb2.MatchedStop]] = field(default_factory=list)
     usage: common_pb2.Usage | None = None
     placement: common_pb2.Placement | None = None
@@ -55,7 +59,7 @@ class Received:
 
     def forget_content(self) -> None:
         """Keep the numbers alone: a long run makes many calls."""
-        self.text, self.token_ids, self.bits = "", [], []
+        self.text, self.token_ids, self.bits, self.prompt_bits, self.vectors = "", [], [], [], {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,20 +80,20 @@ class Observation:
 
 async def make_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCase, *, seed: int) -> Observation:
     """Make one call, and cancel it when its client loses interest. Never raises what the service does."""
-    stub = generation_pb2_grpc.GenerationServiceStub(channel)
-    method = stub.GenerateStream if call.is_streamed else stub.Generate
     began_s, received = time.monotonic(), Received()
-    rpc: Any = method(answered.request, timeout=call.deadline_s)
+    rpc = _open_call(channel, call, answered)
     cancel = None
     if call.cancel_after_s is not None:
         cancel = asyncio.get_running_loop().call_later(call.cancel_after_s, rpc.cancel)
     failure = None
     try:
-        if call.is_streamed:
+        if not isinstance(answered.case, Case):
+            await pooling.take(rpc, received, answered.case, is_streamed=call.is_streamed)
+        elif call.is_streamed:
             async for event in rpc:
-                _take_event(received, event, answered.case.observed)
+                _take_event(received, event, answered.case)
         else:
-            _take_response(received, await rpc, answered.case.observed)
+            _take_response(received, await rpc, answered.case)
     except grpc.aio.AioRpcError as error:
         failure = failure_of(error)
     except asyncio.CancelledError:
@@ -104,24 +108,42 @@ async def make_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCas
     )
 
 
-def _take_response(received: Received, response: generation_pb2.GenerateResponse, observed: int) -> None:
+def _open_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCase) -> Any:
+    if not isinstance(answered.case, Case):
+        return pooling.open_call(channel, answered.case, is_streamed=call.is_streamed, timeout_s=call.deadline_s)
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    method = stub.GenerateStream if call.is_streamed else stub.Generate
+    return method(answered.case.request(), timeout=call.deadline_s)
+
+
+def _take_response(received: Received, response: generation_pb2.GenerateResponse, case: Case) -> None:
     for index, result in enumerate(response.results):
         if result.index != index:
             received.disorder.append(f"result {result.index} at place {index}")
-        if index != observed:
+        if index != case.observed:
             received.num_other_tokens += len(result.token_ids)
             continue
         received.text += result.text
         received.token_ids += result.token_ids
         received.bits += bits_of_received(result.logprobs)
         received.finishes.append((result.finish_reason, result.matched_stop))
+    for part in response.prompt_logprobs:
+        _take_prompt_logprobs(received, part, case)
     received.usage, received.placement = response.usage, response.placement
     received.num_summaries = 1
 
 
-def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse, observed: int) -> None:
-    """Events come as prompt_info, deltas, finished, summary; those of choices come between one another."""
-    kind = event.WhichOneof("event")
+def _take_prompt_logprobs(received: Received, part: generation_pb2.PromptLogprobs, case: Case) -> None:
+    if part.prompt_index != case.observed_prompt:
+        return
+    if part.tokens and part.start != 1 + len(received.prompt_bits):
+        received.disorder.append(f"prompt log probabilities from {part.start} on after {len(received.prompt_bits)}")
+    received.prompt_bits += bits_of_received(part.tokens)
+
+
+def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse, case: Case) -> None:
+    """Events come as prompt_info, deltas, finished, summary; those of continuations come between one another."""
+    kind, observed = event.WhichOneof("event"), case.observed
     if (kind == "delta" and event.delta.index != observed) or (kind == "finished" and event.finished.index != observed):
         received.num_other_tokens += len(event.delta.token_ids)
         if received.prompt_tokens is None or received.num_summaries:
@@ -134,6 +156,10 @@ def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse
     match kind:
         case "prompt_info":
             received.prompt_tokens = event.prompt_info.prompt_tokens
+        case "prompt_logprobs":
+            if received.token_ids:
+                received.disorder.append("prompt log probabilities after a token")
+            _take_prompt_logprobs(received, event.prompt_logprobs, case)
         case "delta":
             received.text += event.delta.text
             received.token_ids += event.delta.token_ids

@@ -41,7 +41,7 @@ def document(result: Result) -> dict[str, Any]:
             for observation in result.observations
         ),
         "resets": result.resets,
-        "wrong_tokens": violations["wrong tokens"] + violations["wrong totals"],
+        "wrong_tokens": violations["wrong tokens"] + violations["wrong totals"] + violations["wrong vectors"],
         "leaked_blocks": violations["leaked blocks"],
         "hangs": violations["hang"],
         "violations": [asdict(violation) for violation in result.violations],
@@ -69,8 +69,8 @@ def summary(report: dict[str, Any]) -> str:
     for kind, times in report["recovery_s"].items():
         lines.append(f"  {kind:13} {_shown(times['next_token']):45} {_shown(times['next_success'])}")
     lines.append(
-        f"wrong tokens {report['wrong_tokens']}, leaked blocks {report['leaked_blocks']}, hangs {report['hangs']}, "
-        f"violations {len(report['violations'])}"
+        f"wrong tokens or vectors {report['wrong_tokens']}, leaked blocks {report['leaked_blocks']}, "
+        f"hangs {report['hangs']}, violations {len(report['violations'])}"
     )
     return "\n".join(lines)
 

@@ -82,6 +82,7 @@ class Plan:
     links: tuple[str, ...]
     num_cases: int
     seconds: float
+    lasting: tuple[str, ...] = ()  # workers that are not restarted
     num_faults: int | None = None
     faults_per_s: float = 0.4
     calls_per_s: float = 4.0
@@ -184,6 +185,8 @@ def _target(random: Random, kind: FaultKind, plan: Plan) -> str:
         return ROUTER
     if kind is FaultKind.CANCEL_BURST:
         return CLIENTS
+    if kind in (FaultKind.KILL, FaultKind.TERMINATE):
+        return random.choice([worker for worker in plan.workers if worker not in plan.lasting])
     return random.choice(plan.links if kind in _LINK_FAULTS else plan.workers)
 
 
