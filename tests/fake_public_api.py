@@ -105,8 +105,20 @@ class FakeApi(
                 error = embedding_pb2.ItemError(code=14, message="no worker of the model", reason="NO_WORKER")
                 yield embedding_pb2.EncodeStreamResponse(index=index, error=error)
                 continue
-            vector = embedding_pb2.Embedding(packed=struct.pack("<2f", len(request.input.text), -2.0), prompt_tokens=3)
+            packed = struct.pack("<2f", len(request.input.text), -2.0)
+            vector = embedding_pb2.Embedding(packed=packed, dimensions=2, rows=1, prompt_tokens=3)
+            if request.task == embedding_pb2.POOLING_TASK_TOKEN_EMBED:  # in two parts
+                yield embedding_pb2.EncodeStreamResponse(index=index, embedding=vector, more_follows=True)
             yield embedding_pb2.EncodeStreamResponse(index=index, embedding=vector)
+
+    def Encode(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._take(request, context)
+        rows = 2 if request.task == embedding_pb2.POOLING_TASK_TOKEN_EMBED else 1
+        vectors = [
+            embedding_pb2.Embedding(index=index, packed=struct.pack("<2f", 0.25, 0.75) * rows, dimensions=2, rows=rows)
+            for index in range(len(request.inputs))
+        ]
+        return embedding_pb2.EncodeResponse(request_id="r", model="m", embeddings=vectors, **TOTALS)
 
     def Score(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._take(request, context)
@@ -177,6 +189,7 @@ class FakeApi(
         model = model_pb2.Model(
             name="m", task=model_pb2.MODEL_TASK_GENERATE, max_model_len=8192, vocab_size=49152, ready=True
         )
+        model.labels.extend(["good", "bad"])
         return model_pb2.ListModelsResponse(models=[model])
 
     def _take(self, request: Any, context: Any) -> None:

@@ -18,6 +18,7 @@ from fake_public_api import FakeApi, serving
 from test_cli import run
 from twinstage.cli.batch_files import Output, Records
 from twinstage.errors import ConfigError
+from twinstage.v1 import embedding_pb2
 
 
 @pytest.fixture
@@ -75,6 +76,20 @@ def test_pairs_of_a_file_are_scored(api: FakeApi, monkeypatch: pytest.MonkeyPatc
     assert run(monkeypatch, "score", "--input", str(pairs), "--output", str(output), "--address", api.address) == 0
     assert np.load(output).tolist() == [0.5, -0.5]
     assert (list(api.requests[0].queries), list(api.requests[0].documents)) == (["q", "r"], ["d", "e"])
+
+
+def test_probabilities_of_labels(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "classify", "one", "--address", api.address) == 0
+    assert capsys.readouterr().out == 'bad 0.7500, good 0.2500  "one"\n'
+    assert run(monkeypatch, "classify", "one", "--address", api.address, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"model": "m", "probabilities": [{"good": 0.25, "bad": 0.75}]}
+    texts, output = tmp_path / "texts.txt", tmp_path / "o.jsonl"
+    texts.write_text("a\n", encoding="utf-8")
+    assert run(monkeypatch, "classify", "--input", str(texts), "--output", str(output), "--address", api.address) == 0
+    assert json.loads(output.read_text(encoding="utf-8")) == {"index": 0, "probabilities": [1.0, -2.0]}
+    assert api.requests[-1].task == embedding_pb2.POOLING_TASK_CLASSIFY
 
 
 def test_a_pair_that_is_wrong_fails_alone(

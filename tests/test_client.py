@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +16,12 @@ from twinstage.client import (
     AsyncGenerationStream,
     AsyncTwinstageClient,
     Delta,
+    Encoding,
     GenerationStream,
     Options,
     Output,
+    PoolingParameters,
+    PoolingTask,
     PromptInfo,
     Repetition,
     Sampling,
@@ -41,6 +45,7 @@ from twinstage.errors import (
 from twinstage.rpc.convert_public import (
     chat_request_from_proto,
     embed_request_from_proto,
+    encode_request_from_proto,
     generate_request_from_proto,
 )
 from twinstage.types import (
@@ -358,6 +363,35 @@ def test_a_stream_of_texts(api: FakeApi, client: TwinstageClient) -> None:
     assert asked == [("e", 2, "q")] * 3
 
 
+def test_any_task_of_a_pooling_model(api: FakeApi, client: TwinstageClient) -> None:
+    cut = Truncation(tokens=9)
+    each = (PoolingParameters(dimensions=2, truncation=cut), PoolingParameters(prompt_name="", normalize=False))
+    inputs = ["a", TokenPrompt(token_ids=(5, 6))]
+    encodings = client.encode(inputs, task=PoolingTask.TOKEN_EMBED, model="m", parameters=each)
+    assert [result.index for result in encodings.results] == [0, 1]
+    assert [list(row) for row in encodings.results[1].rows] == [[0.25, 0.75]] * 2
+    asked = encode_request_from_proto(api.requests[0])
+    assert asked.inputs == (TextPrompt(text="a"), TokenPrompt(token_ids=(5, 6)))
+    assert asked.parameters == tuple(replace(entry, task=PoolingTask.TOKEN_EMBED) for entry in each)
+    with pytest.raises(InvalidRequest, match="call score"):
+        client.encode(["a"], task=PoolingTask.SCORE)
+
+
+def test_a_stream_of_any_task_ends_with_the_error_of_its_inputs(api: FakeApi, client: TwinstageClient) -> None:
+    def inputs() -> Iterator[str]:
+        yield "ab"
+        yield "bad"
+        raise OSError("no more")
+
+    results: list[Encoding] = []
+    with pytest.raises(OSError, match="no more"):
+        results.extend(client.encode_stream(inputs(), task=PoolingTask.TOKEN_EMBED))
+    for results_of in (client.embed_stream(["a", "\ud800", "b"]), client.encode_stream(["a", 7, "b"])):  # type: ignore[list-item]
+        with pytest.raises(InvalidRequest, match="cannot be sent"):
+            assert len(list(results_of)) == 1
+    assert len(api.requests) == 4
+
+
 def test_scores_and_rankings(api: FakeApi, client: TwinstageClient) -> None:
     assert client.score("q", ["a", "b"], model="e").scores == (0.5, -0.5)
     ranking = client.rerank("q", ["a", "b", "c"], top_n=2, truncation=Truncation(tokens=4))
@@ -388,6 +422,16 @@ async def test_the_asyncio_client(api: FakeApi) -> None:
         assert (await client.chat("Hi")).results[0].finish == END
         assert (await client.embed(["a"])).vectors == ((1.0, -2.0),)
         assert [result.vector async for result in client.embed_stream(["a", "bad"])] == [(1.0, -2.0), ()]
+        assert len((await client.encode(["a"], task=PoolingTask.TOKEN_EMBED)).results[0].rows) == 2
+        results = [len(result.rows) async for result in client.encode_stream(["a"], task=PoolingTask.TOKEN_EMBED)]
+        assert results == [2]
+
+        async def failing() -> AsyncIterator[str]:
+            yield "a"
+            raise OSError("no more")
+
+        with pytest.raises(OSError, match="no more"):
+            _ = [result async for result in client.embed_stream(failing())]
         assert (await client.score(["q"], ["a"])).scores == (0.5,)
         assert (await client.rerank("q", ["a", "b"])).documents[0].index == 1
         assert len(await client.workers()) == 2

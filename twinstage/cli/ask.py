@@ -1,4 +1,4 @@
-"""The commands that call a router: generate, chat, embed, score, rerank, workers, drain, models, reset-prefix-cache."""
+"""The commands that call a router: generate, chat, embed, classify, score, rerank, workers, drain, models and so on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from twinstage.cli.output import (
 )
 from twinstage.client import ChatMessage, Embeddings, GenerationStream, Options, Summary, Tool, TwinstageClient
 from twinstage.client.results import WorkerInfo
-from twinstage.types import Finish, Truncation
+from twinstage.types import Finish, PoolingTask, Truncation
 
 _SHOWN_NUMBERS = 4
 
@@ -77,6 +77,30 @@ def embed(
         print_json(embeddings)
         return
     _print_vectors(texts, embeddings)
+
+
+def classify(
+    client: TwinstageClient,
+    texts: Sequence[str],
+    *,
+    model: str,
+    truncation: Truncation | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """The probabilities of a model's labels: one line per text, the likeliest first, or one JSON document."""
+    with client:
+        found = client.encode(texts, task=PoolingTask.CLASSIFY, model=model, truncation=truncation, timeout_s=timeout_s)
+        labels = {served.name: served.labels for served in client.models()}.get(found.model, ())
+    rows = [dict(zip(labels, result.rows[0], strict=False)) for result in found.results]
+    if as_json:
+        print(json.dumps({"model": found.model, "probabilities": rows}, ensure_ascii=False))
+        return
+    for text, row in zip(texts, rows, strict=True):
+        ranked = sorted(row.items(), key=lambda entry: -entry[1])
+        shown = ", ".join(f"{label} {probability:.4f}" for label, probability in ranked)
+        print(f"{shown}  {json.dumps(text, ensure_ascii=False)}")
+    _print_totals(found.summary, finish="")
 
 
 def score(

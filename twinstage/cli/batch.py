@@ -1,4 +1,4 @@
-"""`twinstage embed`, `score` and `rerank` on files: progress on standard error, and a run that was killed goes on."""
+"""`twinstage embed`, `classify` and `score` on files: with progress, and a run that was killed goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twinstage.cli.batch_files import Output, Records
 from twinstage.cli.output import console_for_errors
 from twinstage.client import TwinstageClient
 from twinstage.errors import ConfigError, InternalError, InvalidRequest, PoisonedRequest, TwinstageError
-from twinstage.types import Truncation
+from twinstage.types import PoolingTask, Truncation
 
 PAIRS_PER_CALL = 64
 MOST_DOCUMENTS = 2048  # of a call, as docs/limits.md has it
@@ -31,29 +31,43 @@ def embed(
     truncation: Truncation | None,
     prompt_name: str | None,
 ) -> None:
-    """Embed all texts of a file. Raises InternalError at the end when some failed.
+    """Embed all texts of a file. Raises InternalError at the end when some failed."""
+    options = {"normalize": normalize, "dimensions": dimensions, "truncation": truncation, "prompt_name": prompt_name}
+    _encode(client, input_path, output_path, PoolingTask.EMBED, "embedding", {"model": model, **options})
+
+
+def classify(
+    client: TwinstageClient, input_path: Path, output_path: Path, *, model: str, truncation: Truncation | None
+) -> None:
+    """The probabilities of all labels, for all texts of a file. Raises as `embed`."""
+    options = {"model": model, "truncation": truncation}
+    _encode(client, input_path, output_path, PoolingTask.CLASSIFY, "probabilities", options)
+
+
+def _encode(
+    client: TwinstageClient,
+    input_path: Path,
+    output_path: Path,
+    task: PoolingTask,
+    value_name: str,
+    options: dict[str, Any],
+) -> None:
+    """All texts of a file into rows of numbers.
 
     What is not the fault of a text ends the run at once, so that it can be gone on with.
     """
     records = _records(input_path, output_path, ["text"])
-    options: dict[str, Any] = {
-        "model": model,
-        "normalize": normalize,
-        "dimensions": dimensions,
-        "truncation": truncation,
-        "prompt_name": prompt_name,
-    }
-    made_of = {"input": records.digest, **options, "truncation": repr(truncation)}
-    with Output(output_path, value_name="embedding", made_of=made_of) as output:
+    made_of = {"input": records.digest, **options, "truncation": repr(options["truncation"])}
+    with Output(output_path, value_name=value_name, made_of=made_of) as output:
         texts = (text for (text,) in records.read(start=output.num_rows))
         failed: list[str] = []
         with client, _progress(records, output) as advance:
-            for result in client.embed_stream(texts, **options):
+            for result in client.encode_stream(texts, task=task, **options):
                 if result.error is not None:
                     if not _blames(result.error, "input"):
                         raise result.error
                     failed.append(f"line {output.num_rows + 1}: {result.error}")
-                output.write(result.vector if result.error is None else None, error=str(result.error or ""))
+                output.write(result.rows[0] if result.error is None else None, error=str(result.error or ""))
                 advance(1)
         _end(records, output, failed)
 

@@ -14,7 +14,7 @@ from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, 
 from twinstage.cli.bench import bench
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags, PortFlags
 from twinstage.cli.flags import takes_flag_groups
-from twinstage.cli.pooling import embed, rerank, score
+from twinstage.cli.pooling import classify, embed, rerank, score
 from twinstage.errors import ConfigError, ModelError, TwinstageError, Unauthenticated
 
 app = typer.Typer(
@@ -98,6 +98,7 @@ def chat(
 
 
 app.command()(embed)
+app.command()(classify)
 app.command()(score)
 app.command()(rerank)
 

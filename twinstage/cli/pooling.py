@@ -1,4 +1,4 @@
-"""`twinstage embed`, `twinstage score` and `twinstage rerank`: from their flags to what they do."""
+"""`twinstage embed`, `classify`, `score` and `rerank`: from their flags to what they do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from twinstage.errors import ConfigError
 if TYPE_CHECKING:
     from twinstage.types import Truncation
 
+InputFile = Annotated[
+    Path | None,
+    typer.Option("--input", help='File of texts: a line each, or .jsonl of strings or {"text": ...}.'),
+]
 OutputFile = Annotated[
     Path | None,
     typer.Option(
@@ -50,10 +54,7 @@ class PoolingFlags:
 def embed(
     *,
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to embed.")] = None,
-    input: Annotated[
-        Path | None,
-        typer.Option("--input", help='File of texts: a line each, or .jsonl of strings or {"text": ...}.'),
-    ] = None,
+    input: InputFile = None,
     output: OutputFile = None,
     normalize: Annotated[bool, typer.Option("--normalize/--no-normalize", help="Scale vectors to length 1.")] = True,
     dimensions: Annotated[
@@ -82,6 +83,28 @@ def embed(
         batch.embed(client, input, output, **options)
     else:
         ask.embed(client, texts or (), timeout_s=flags.timeout, as_json=flags.as_json, **options)
+
+
+@takes_flag_groups
+def classify(
+    *,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to classify.")] = None,
+    input: InputFile = None,
+    output: OutputFile = None,
+    flags: PoolingFlags,
+    access: AccessFlags,
+) -> None:
+    """Print how likely each of the model's labels is for each TEXT; or classify the texts of a file into a file."""
+    from twinstage.cli import ask, batch
+
+    client = access.client(flags.address)
+    options: dict[str, Any] = {"model": flags.model, "truncation": flags.truncation()}
+    if _wants_files(texts, input, output, argument="TEXT"):
+        assert input is not None
+        assert output is not None
+        batch.classify(client, input, output, **options)
+    else:
+        ask.classify(client, texts or (), timeout_s=flags.timeout, as_json=flags.as_json, **options)
 
 
 @takes_flag_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 from twinstage.client.aio import AsyncTwinstageClient
 from twinstage.client.aio_stream import AsyncGenerationStream
 from twinstage.client.client import TwinstageClient
+from twinstage.client.encodings import Encoding, Encodings
 from twinstage.client.options import Options, Output, Reasoning, Repetition, Sampling, Stopping, StructuredOutput
 from twinstage.client.results import (
     Continuation,
@@ -37,6 +38,8 @@ from twinstage.types import (
     ChatMessage,
     ChatPrompt,
     FinishReason,
+    PoolingParameters,
+    PoolingTask,
     TextPrompt,
     TokenPrompt,
     Tool,
@@ -58,6 +61,8 @@ __all__ = [
     "Delta",
     "EmbeddedText",
     "Embeddings",
+    "Encoding",
+    "Encodings",
     "FinishReason",
     "Generation",
     "GenerationStream",
@@ -67,6 +72,8 @@ __all__ = [
     "ModelLoad",
     "Options",
     "Output",
+    "PoolingParameters",
+    "PoolingTask",
     "PrefixCacheReset",
     "PromptInfo",
     "PromptLogprobs",

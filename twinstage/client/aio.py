@@ -9,36 +9,32 @@ async with AsyncTwinstageClient("localhost:50051") as client:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from twinstage.addresses import DEFAULT_PORT, with_default_port
-from twinstage.client import admin_responses, requests, responses, scoring
+from twinstage.client import admin_responses, requests, responses
 from twinstage.client.aio_stream import AsyncGenerationStream
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of
 from twinstage.client.client import ADMIN_TIMEOUT_S
-from twinstage.client.embed_stream import EmbedStream
 from twinstage.client.inputs import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.options import DEFAULT_OPTIONS, Options
+from twinstage.client.pooling_aio import AsyncPoolingCalls
 from twinstage.client.results import (
-    EmbeddedText,
-    Embeddings,
     Generation,
     Load,
     ModelInfo,
     PrefixCacheReset,
-    Ranking,
     RenderedChat,
-    Scores,
     Trace,
     WorkerInfo,
 )
 from twinstage.client.retry import DEFAULT_RETRIES, Attempts
 from twinstage.rpc.access import Access
-from twinstage.types import Tool, Truncation
+from twinstage.types import Tool
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -52,7 +48,7 @@ from twinstage.v1 import (
 )
 
 
-class AsyncTwinstageClient:
+class AsyncTwinstageClient(AsyncPoolingCalls):
     """A connection to a router at `address` ("host:port", by default port 50051), for one event loop."""
 
     def __init__(
@@ -118,86 +114,6 @@ class AsyncTwinstageClient:
         """Answer a conversation; text, reasoning and tool calls come as they are generated."""
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
         return self._stream(self._generation.ChatStream, request, options.timeout_s)
-
-    async def embed(
-        self,
-        texts: str | Sequence[str],
-        *,
-        model: str = "",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        truncation: Truncation | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Embeddings:
-        """Embed texts, each after the prompt of that name. Without `truncation`, one that is too long is an error."""
-        request = requests.embed_request(
-            texts,
-            model=model,
-            normalize=normalize,
-            dimensions=dimensions,
-            truncation=truncation or Truncation(),
-            prompt_name=prompt_name,
-        )
-        return responses.embeddings(await self._call(self._embedding.Embed, request, timeout_s))
-
-    async def embed_stream(
-        self,
-        texts: Iterable[str] | AsyncIterable[str],
-        *,
-        model: str = "",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        truncation: Truncation | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[EmbeddedText, None]:
-        """Embed as many texts as there are, in order; each has its own vector or error. Closing the iterator ends it.
-
-        `texts` is read as fast as vectors come.
-        """
-        stream = EmbedStream(
-            model=model,
-            normalize=normalize,
-            dimensions=dimensions,
-            truncation=truncation,
-            prompt_name=prompt_name,
-        )
-        call = self._embedding.EncodeStream(stream.async_requests(texts), timeout=timeout_s)
-        try:
-            async for response in call:
-                yield stream.result(response)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, began=True) from error
-        finally:
-            call.cancel()
-
-    async def score(
-        self,
-        queries: str | Sequence[str],
-        documents: Sequence[str],
-        *,
-        model: str = "",
-        truncation: Truncation | None = None,
-        timeout_s: float | None = None,
-    ) -> Scores:
-        """How well each document answers the query, or each its own."""
-        request = scoring.score_request(queries, documents, model=model, truncation=truncation)
-        return scoring.scores(await self._call(self._scoring.Score, request, timeout_s))
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        model: str = "",
-        truncation: Truncation | None = None,
-        timeout_s: float | None = None,
-    ) -> Ranking:
-        """The `top_n` documents (None: all) that answer the query best, best first."""
-        request = scoring.rerank_request(query, documents, top_n=top_n, model=model, truncation=truncation)
-        return scoring.ranking(await self._call(self._scoring.Rerank, request, timeout_s))
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, as a prompt would have them."""

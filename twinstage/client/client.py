@@ -13,35 +13,31 @@ Every method raises errors from `twinstage.errors`. Calls may be made from sever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from twinstage.addresses import DEFAULT_PORT, with_default_port
-from twinstage.client import admin_responses, requests, responses, scoring
+from twinstage.client import admin_responses, requests, responses
 from twinstage.client.channel import CHANNEL_OPTIONS, error_of
-from twinstage.client.embed_stream import EmbedStream
 from twinstage.client.inputs import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.options import DEFAULT_OPTIONS, Options
+from twinstage.client.pooling import PoolingCalls
 from twinstage.client.results import (
-    EmbeddedText,
-    Embeddings,
     Generation,
     Load,
     ModelInfo,
     PrefixCacheReset,
-    Ranking,
     RenderedChat,
-    Scores,
     Trace,
     WorkerInfo,
 )
 from twinstage.client.retry import DEFAULT_RETRIES, Attempts
 from twinstage.client.stream import GenerationStream
 from twinstage.rpc.access import Access
-from twinstage.types import Tool, Truncation
+from twinstage.types import Tool
 from twinstage.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -57,7 +53,7 @@ from twinstage.v1 import (
 ADMIN_TIMEOUT_S = 10.0
 
 
-class TwinstageClient:
+class TwinstageClient(PoolingCalls):
     """A connection to a router at `address` ("host:port", by default port 50051), made when the first call needs it."""
 
     def __init__(
@@ -122,85 +118,6 @@ class TwinstageClient:
         """Answer a conversation; text, reasoning and tool calls come as they are generated."""
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
         return self._stream(self._generation.ChatStream, request, options.timeout_s)
-
-    def embed(
-        self,
-        texts: str | Sequence[str],
-        *,
-        model: str = "",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        truncation: Truncation | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Embeddings:
-        """Embed texts, each after the prompt of that name. Without `truncation`, one that is too long is an error."""
-        request = requests.embed_request(
-            texts,
-            model=model,
-            normalize=normalize,
-            dimensions=dimensions,
-            truncation=truncation or Truncation(),
-            prompt_name=prompt_name,
-        )
-        return responses.embeddings(self._call(self._embedding.Embed, request, timeout_s))
-
-    def embed_stream(
-        self,
-        texts: Iterable[str],
-        *,
-        model: str = "",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        truncation: Truncation | None = None,
-        prompt_name: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Iterator[EmbeddedText]:
-        """Embed as many texts as there are, in order; each has its own vector or error. Closing the iterator ends it.
-
-        `texts` is read as fast as vectors come, on a thread of gRPC's.
-        """
-        stream = EmbedStream(
-            model=model,
-            normalize=normalize,
-            dimensions=dimensions,
-            truncation=truncation,
-            prompt_name=prompt_name,
-        )
-        call: Any = self._embedding.EncodeStream(stream.requests(texts), timeout=timeout_s)
-        try:
-            yield from map(stream.result, call)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, began=True) from error
-        finally:
-            call.cancel()
-
-    def score(
-        self,
-        queries: str | Sequence[str],
-        documents: Sequence[str],
-        *,
-        model: str = "",
-        truncation: Truncation | None = None,
-        timeout_s: float | None = None,
-    ) -> Scores:
-        """How well each document answers the query, or each its own."""
-        request = scoring.score_request(queries, documents, model=model, truncation=truncation)
-        return scoring.scores(self._call(self._scoring.Score, request, timeout_s))
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        model: str = "",
-        truncation: Truncation | None = None,
-        timeout_s: float | None = None,
-    ) -> Ranking:
-        """The `top_n` documents (None: all) that answer the query best, best first."""
-        request = scoring.rerank_request(query, documents, top_n=top_n, model=model, truncation=truncation)
-        return scoring.ranking(self._call(self._scoring.Rerank, request, timeout_s))
 
     def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, as a prompt would have them."""

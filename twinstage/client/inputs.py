@@ -36,11 +36,11 @@ def prompt_of(given: GenerationInput) -> TextPrompt | TokenPrompt | BatchPrompt:
     if isinstance(given, BatchPrompt):
         return given
     if _is_list(given) and not all(isinstance(entry, int) for entry in given):
-        return BatchPrompt(prompts=tuple(_one_prompt(entry) for entry in given))
-    return _one_prompt(given)
+        return BatchPrompt(prompts=tuple(one_prompt(entry) for entry in given))
+    return one_prompt(given)
 
 
-def _one_prompt(given: Any) -> TextPrompt | TokenPrompt:
+def one_prompt(given: Any) -> TextPrompt | TokenPrompt:
     if isinstance(given, TextPrompt | TokenPrompt):
         return given
     if isinstance(given, str):

@@ -120,21 +120,6 @@ def embed_request(
     )
 
 
-@refusing()
-def encode_stream_request(
-    *, model: str, normalize: bool, dimensions: int | None, truncation: Truncation, prompt_name: str | None
-) -> embedding_pb2.EncodeStreamRequest:
-    """Without its input."""
-    return embedding_pb2.EncodeStreamRequest(
-        model=model,
-        normalize=normalize,
-        dimensions=dimensions,
-        truncation=truncation_to_proto(truncation),
-        prompt_name=prompt_name,
-        format=embedding_pb2.EMBEDDING_FORMAT_PACKED_FLOAT32,
-    )
-
-
 def truncation_to_proto(truncation: Truncation) -> embedding_pb2.Truncation:
     side = embedding_pb2.TRUNCATION_SIDE_UNSPECIFIED if truncation.keep_last else embedding_pb2.TRUNCATION_SIDE_RIGHT
     if truncation.to_model_limit:

@@ -157,6 +157,7 @@ def model(message: model_pb2.Model) -> ModelInfo:
         decode_workers=message.decode_workers,
         ready=message.ready,
         capabilities=tuple(map(_capability_name, message.capabilities)),
+        labels=tuple(message.labels),
     )
 
 
@@ -222,6 +223,7 @@ _WithTotals = (
     | generation_pb2.GenerateResponse
     | generation_pb2.ChatResponse
     | embedding_pb2.EmbedResponse
+    | embedding_pb2.EncodeResponse
     | scoring_pb2.ScoreResponse
     | scoring_pb2.RerankResponse
 )

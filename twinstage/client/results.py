@@ -198,7 +198,7 @@ class PrefixCacheReset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model and how many workers serve it."""
+    """A model and how many workers serve it; `labels` are those of a classifier, as its probabilities are ordered."""
 
     name: str
     task: Task | None
@@ -210,6 +210,7 @@ class ModelInfo:
     decode_workers: int
     ready: bool
     capabilities: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,15 @@ _TASK_FROM_PROTO = {
     embedding_pb2.POOLING_TASK_TOKEN_EMBED: PoolingTask.TOKEN_EMBED,
     embedding_pb2.POOLING_TASK_CLASSIFY: PoolingTask.CLASSIFY,
 }
+_TASK_TO_PROTO = {value: key for key, value in _TASK_FROM_PROTO.items()}
 _SIDES = frozenset(embedding_pb2.TruncationSide.values())
+
+
+def pooling_task_to_proto(task: PoolingTask | None) -> embedding_pb2.PoolingTask.ValueType:
+    """None is the model's own. Raises ValueError for SCORE, which takes pairs."""
+    if task not in _TASK_TO_PROTO:
+        raise ValueError(f"the task {task.value if task else task} takes pairs of texts: call score")
+    return _TASK_TO_PROTO[task]
 
 
 def encode_request_from_proto(request: embedding_pb2.EncodeRequest) -> RawEncodeRequest:
