@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,12 @@ _TEXT = (
     "nobody asked how many letters a postman reads while dogs sleep under old trees near quiet stations at night"
 )
 _PEER = "sentence-transformers"
-_LEAST_RATIO = {"float32": 1.6, "bfloat16": 2.0}
+_PRECISIONS: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "int8": ("--weights", "int8"),
+}  # flags of workers
+_LEAST_RATIO = {"float32": 1.6, "bfloat16": 2.0, "int8": 2.0}
 _MOST_ALONE = 0.8
 _LEAST_COSINE = 0.999
 
@@ -38,8 +43,10 @@ def measure(context: Context) -> RowResult:
     notes = [] if peer is not None else ["Without sentence-transformers, which is not installed or not wanted."]
     seconds: dict[tuple[str, str], list[float]] = {}
     vectors: dict[str, np.ndarray[Any, Any]] = {}
-    with _serving(context, "float32") as float32, _serving(context, "bfloat16") as bfloat16:
-        embed: dict[str, _Embed] = {"float32": _embedder(float32), "bfloat16": _embedder(bfloat16)}
+    with ExitStack() as stack:
+        embed: dict[str, _Embed] = {
+            precision: _embedder(stack.enter_context(_serving(context, precision))) for precision in _PRECISIONS
+        }
         if peer is not None:
             embed[_PEER] = lambda some: peer.encode(some, show_progress_bar=False)
         for round_number in range(-1, context.rounds):
@@ -50,12 +57,18 @@ def measure(context: Context) -> RowResult:
                     if round_number >= 0:
                         seconds.setdefault((case, engine), []).append(taken[len(taken) // 2])
                 vectors[engine] = np.asarray(run(texts))
-    cosine = float((vectors["float32"] * vectors["bfloat16"]).sum(axis=1).min())
-    return result_of(seconds, len(texts), cosine, notes)
+    cosines = {
+        precision: float((vectors["float32"] * vectors[precision]).sum(axis=1).min())
+        for precision in _PRECISIONS
+        if precision != "float32"
+    }
+    return result_of(seconds, len(texts), cosines, notes)
 
 
-def result_of(seconds: dict[tuple[str, str], list[float]], count: int, cosine: float, notes: list[str]) -> RowResult:
-    """`seconds` of each round by case ("many", "alone") and engine; `cosine` is the least of bfloat16 to float32."""
+def result_of(
+    seconds: dict[tuple[str, str], list[float]], count: int, cosines: dict[str, float], notes: list[str]
+) -> RowResult:
+    """`seconds` of each round by case ("many", "alone") and engine; `cosines` are the least ones to float32."""
     name = f"{count} sentences of 5 to 160 words"
     measurements, comparisons = [], []
     for (case, engine), values in seconds.items():
@@ -81,24 +94,25 @@ def result_of(seconds: dict[tuple[str, str], list[float]], count: int, cosine: f
                     target=Target.at_least(least),
                 )
             )
-    if ("alone", _PEER) in seconds:
-        pairs = zip(seconds["alone", _PEER], seconds["alone", "float32"], strict=True)
-        comparisons.append(
-            Comparison(
-                case="one sentence",
-                what=f"p50, Twinstage float32 / {_PEER}",
-                values=[own / theirs for theirs, own in pairs],
-                target=Target.at_most(_MOST_ALONE),
+        if ("alone", _PEER) in seconds:
+            pairs = zip(seconds["alone", _PEER], seconds["alone", engine], strict=True)
+            comparisons.append(
+                Comparison(
+                    case="one sentence",
+                    what=f"p50, Twinstage {engine} / {_PEER}",
+                    values=[own / theirs for theirs, own in pairs],
+                    target=Target.at_most(_MOST_ALONE),
+                )
             )
-        )
-    comparisons.append(
+    comparisons += [
         Comparison(
             case=name,
-            what="least cosine, Twinstage bfloat16 to float32",
+            what=f"least cosine, Twinstage {precision} to float32",
             values=[cosine],
             target=Target.at_least(_LEAST_COSINE),
         )
-    )
+        for precision, cosine in cosines.items()
+    ]
     return RowResult(measurements=measurements, comparisons=comparisons, notes=notes)
 
 
@@ -109,13 +123,13 @@ def make_sentences(count: int) -> list[str]:
 
 
 @contextmanager
-def _serving(context: Context, dtype: str) -> Iterator[TwinstageClient]:
-    context.progress(f"starting a cluster in {dtype}")
+def _serving(context: Context, precision: str) -> Iterator[TwinstageClient]:
+    context.progress(f"starting a cluster in {precision}")
     config = ClusterConfig(
         models=("demo-embedding",),
         port=0,
         threads=context.engines.threads,
-        prefill_flags=("--dtype", dtype),
+        prefill_flags=_PRECISIONS[precision],
         log_directory=context.engines.log_directory,
     )
     with Cluster(config) as cluster:

@@ -186,7 +186,9 @@ def build_encoder(
         found.resolved,
         threads=settings.compute_threads,
         max_model_len=settings.max_model_len,
+        weights=settings.weights,
         dtype=settings.dtype,
+        cache_directory=settings.cache_directory,
     )
     description = _describe(
         settings,

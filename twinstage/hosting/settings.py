@@ -78,7 +78,7 @@ class WorkerSettings(ProcessSettings):
         default="auto",
         description="How the model runs: as stock Transformers modules in float32, or packed in fp32 or int8 with "
         "kernels of its own, which are compiled at the first start; auto takes fp32 where the model has a shape they "
-        "know, and stock modules elsewhere.",
+        "know, and stock modules elsewhere. Pooling models take fp32, or int8, where they can.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

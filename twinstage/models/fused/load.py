@@ -48,6 +48,7 @@ NOT_COMPILED = (
     "memory.py",
     "model.py",
     "spec.py",
+    "team.py",
     "trial.py",
     "weights.py",
 )
@@ -136,7 +137,7 @@ class _Making:
 
     def weights(self) -> tuple[PackedWeights, str]:
         """Packed weights, and the key by which the cache knows them."""
-        key = _digest(_sources(_PACKING_SOURCES), self.resolved.fingerprint, self.weight_format, str(target().panel))
+        key = digest(sources(_PACKING_SOURCES), self.resolved.fingerprint, self.weight_format, str(target().panel))
         with _refusing(f"the weights of {self.resolved.name} cannot be packed"):
             packed = Artifact(directory=self.cache, kind="weights", name=self._name, key=key).load_or_make(
                 lambda: pack_model(self.resolved.directory, self.weight_format, progress=self.report),
@@ -162,7 +163,7 @@ class _Making:
             directory=self.cache,
             kind="trials",
             name=self._name,
-            key=_digest(_sources(("trial.py",)), weights_key, kernels_key),
+            key=digest(sources(("trial.py",)), weights_key, kernels_key),
         )
         try:
             return verdict.load_or_make(lambda: self._compare(model), read_verdict, fill=self.fill)
@@ -235,8 +236,8 @@ def kernel_key(weight_format: WeightFormat, shape: AttentionShape) -> str:
 
     versions = [f"{package}={importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
     chosen = target()
-    return _digest(
-        _sources(("*.py",), without=NOT_COMPILED),
+    return digest(
+        sources(("*.py",), without=NOT_COMPILED),
         weight_format,
         repr(shape),
         *versions,
@@ -254,14 +255,14 @@ def _compile(weight_format: WeightFormat, shape: AttentionShape, report: Callabl
     return AlignedMemory.of(compile_program(weight_format, shape).to_bytes())
 
 
-def _sources(patterns: tuple[str, ...], *, without: tuple[str, ...] = ()) -> str:
-    """The text of source files of this package."""
-    here = Path(__file__).parent
+def sources(patterns: tuple[str, ...], *, without: tuple[str, ...] = (), directory: Path | None = None) -> str:
+    """The text of source files of this package, or of those in `directory`."""
+    here = directory or Path(__file__).parent
     paths = sorted({path for pattern in patterns for path in here.glob(pattern) if path.name not in without})
     if not paths:
         raise ModelError(f"{here} has no source files, by which compiled kernels are known")
     return "".join(f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in paths)
 
 
-def _digest(*parts: str) -> str:
+def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

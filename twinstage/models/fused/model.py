@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +15,13 @@ from twinstage.kv.layout import KvLayout
 from twinstage.kv.memory import BlockMemory
 from twinstage.models.fused.attention_work import AttentionShape, AttentionWork
 from twinstage.models.fused.buffers import RotaryTable, StepBuffers, Table
-from twinstage.models.fused.fields import SEMAPHORE_BYTES, LayerField, StepField, SyncPlace
+from twinstage.models.fused.fields import LayerField, StepField
 from twinstage.models.fused.formats import WeightFormat, linear_scratch_bytes
 from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.native import LoadedProgram
 from twinstage.models.fused.packing import padded_panels
 from twinstage.models.fused.target import target
+from twinstage.models.fused.team import Team
 from twinstage.models.fused.weights import PackedWeights, tensor_bytes
 
 
@@ -83,7 +82,7 @@ class FusedModel:
             self._scratch_bytes(),
         )
         self._table[StepField.NUM_THREADS] = threads
-        self._team = _Team(program, self._tables, self._table, threads=threads)
+        self._team = Team(program, self._tables, self._table, threads=threads)
 
     def kv_layout(self, block_size: int) -> KvLayout:
         """The layout of this model's keys and values in blocks of `block_size` tokens.
@@ -199,39 +198,6 @@ class KvView:
     def mapped(self) -> NDArray[np.uint8]:
         """The bytes, which stay mapped as long as the array lives. Raises TransferError when the memory is closed."""
         return np.frombuffer(self.memory.view(), np.uint8)
-
-
-class _Team:
-    """The threads beside the caller's that compute a step."""
-
-    def __init__(self, program: LoadedProgram, tables: AlignedMemory, table: Table, *, threads: int) -> None:
-        self._sync = AlignedMemory(SyncPlace.SEMAPHORES + SEMAPHORE_BYTES * threads)
-        self._tables = tables  # the members read them
-        table[StepField.SYNC] = self._sync.address
-        libc = ctypes.CDLL(None)
-        semaphores = [self._sync.address + SyncPlace.SEMAPHORES + SEMAPHORE_BYTES * index for index in range(threads)]
-        for semaphore in semaphores:
-            libc.sem_init(ctypes.c_void_p(semaphore), 0, 0)
-        members = [
-            threading.Thread(target=program, args=(table.ctypes.data, index), name=f"compute-{index}", daemon=True)
-            for index in range(1, threads)
-        ]
-        for member in members:
-            member.start()
-        self._close = weakref.finalize(self, _end_members, self._sync, semaphores, members)
-
-    def close(self) -> None:
-        self._close()
-
-
-def _end_members(sync: AlignedMemory, semaphores: list[int], members: list[threading.Thread]) -> None:
-    stop = ctypes.c_int64.from_address(sync.address + SyncPlace.STOP)
-    stop.value = 1
-    libc = ctypes.CDLL(None)
-    for semaphore in semaphores:
-        libc.sem_post(ctypes.c_void_p(semaphore))
-    for member in members:
-        member.join()
 
 
 _ROW_FIELDS = (

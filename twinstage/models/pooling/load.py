@@ -16,20 +16,27 @@ from twinstage.models.config_files import (
 )
 from twinstage.models.pooling import heads
 from twinstage.models.pooling.after_pooling import find_activation, load_steps
+from twinstage.models.pooling.choose import Choice, choose_backbone
 from twinstage.models.pooling.layout import read_pipeline, score_activation, yes_no_ids
 from twinstage.models.pooling.model import PoolingFacts, PoolingModel
-from twinstage.models.pooling.packed_bert import PackedBert, can_be_packed
-from twinstage.models.resolve import ResolvedModel
+from twinstage.models.resolve import ResolvedModel, default_cache_directory
 from twinstage.types import PoolingInput, PoolingTask, Task
 
 
 def load_pooling(
-    resolved: ResolvedModel, threads: int | None = None, *, max_model_len: int | None = None, dtype: str = "float32"
+    resolved: ResolvedModel,
+    threads: int | None = None,
+    *,
+    max_model_len: int | None = None,
+    weights: str = "auto",
+    dtype: str = "float32",
+    cache_directory: Path | None = None,
 ) -> PoolingModel:
     """Load `resolved`, computing with `threads` threads (for the whole process; None changes nothing).
 
-    `max_model_len` may only lower the model's limit. `dtype` bfloat16 is for embedders that `packed_bert` knows. Raises
-    ModelError when the folder asks for what cannot be served, ConfigError for a wrong `max_model_len` or `dtype`.
+    `max_model_len` may only lower the model's limit. `weights` and `dtype` say how embedders run (`choose.Choice`).
+    Raises ModelError when the folder asks for what cannot be served, ConfigError for a wrong `max_model_len` or a
+    `dtype` that the model does not run in.
     """
     makers = {Task.SCORE: _load_scorer, Task.CLASSIFY: _load_classifier}
     if resolved.task is not Task.EMBED and resolved.task not in makers:
@@ -40,7 +47,9 @@ def load_pooling(
     if threads is not None:
         torch.set_num_threads(threads)
     if resolved.task is Task.EMBED:
-        loaded = _load_embedder(resolved.directory, limit, dtype)
+        cache = cache_directory or default_cache_directory()
+        choice = Choice(weights=weights, dtype=dtype, threads=threads, cache_directory=cache)
+        loaded = _load_embedder(resolved.directory, limit, choice)
     elif dtype != "float32":
         raise ConfigError(f"{resolved.name} is for {resolved.task.value}, which is computed in float32 only")
     else:
@@ -51,17 +60,13 @@ def load_pooling(
     return loaded
 
 
-def _load_embedder(directory: Path, limit: int, dtype: str) -> PoolingModel:
+def _load_embedder(directory: Path, limit: int, choice: Choice) -> PoolingModel:
     if not (directory / "modules.json").is_file():
         raise ModelError(f"{directory} is no embedding model: it has no modules.json, which says how it pools")
     pipeline = read_pipeline(directory)
     steps = load_steps(pipeline.after_pooling)
     model = heads.load_encoder(directory)
-    backbone: heads.Backbone = heads.StockBackbone(model, takes_token_types=False)
-    if can_be_packed(model):
-        backbone = PackedBert(model, getattr(torch, dtype))
-    elif dtype != "float32":
-        raise ConfigError(f"{directory} is a {model.config.model_type}, which is computed in float32 only")
+    backbone = choose_backbone(model, choice, name=str(directory))
     head = heads.EmbeddingHead(backbone, modes=pipeline.pooling_modes, steps=steps)
     with torch.inference_mode():
         (vector,) = head.compute([PoolingInput(token_ids=[0])], PoolingTask.EMBED)

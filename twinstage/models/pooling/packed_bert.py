@@ -15,21 +15,28 @@ from typing import Any
 import torch
 
 from twinstage.models.pooling.heads import Batching
+from twinstage.models.pooling.positions import position_ids
 from twinstage.types import PoolingInput
 
 _MODEL_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "camembert"})
 _OPERATORS = ("_linear_pointwise", "_reorder_linear_weight")
 
 
-def can_be_packed(model: Any) -> bool:
-    """Whether `model` is one of which this module knows every step, on a build of torch that has the operators."""
-    config = model.config
-    one_dnn: Any = torch.backends.mkldnn
+def is_known(config: Any) -> bool:
+    """Whether a model with this config is one of which every step is known here and in `fused/`."""
     return (
         config.model_type in _MODEL_TYPES
         and config.hidden_act == "gelu"
         and not getattr(config, "is_decoder", False)
         and getattr(config, "position_embedding_type", "absolute") == "absolute"
+    )
+
+
+def can_be_packed(model: Any) -> bool:
+    """Whether `model` is known, on a build of torch that has the operators."""
+    one_dnn: Any = torch.backends.mkldnn
+    return (
+        is_known(model.config)
         and one_dnn.is_available()
         and all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS)
     )
@@ -55,29 +62,21 @@ class PackedBert:
 
     def hidden(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
         lengths = [len(entry.token_ids) for entry in inputs]
-        states = self._embed(inputs, lengths).to(self._dtype)
+        states = self._embed(inputs).to(self._dtype)
         runs = [(length, sum(1 for _ in run)) for length, run in groupby(lengths)]
         for layer in self._layers:
             states = layer.run(states, runs, self._heads)
         return states.float()
 
-    def _embed(self, inputs: Sequence[PoolingInput], lengths: Sequence[int]) -> torch.Tensor:
+    def _embed(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
         ids = torch.tensor([token_id for entry in inputs for token_id in entry.token_ids])
-        positions = torch.cat([self._positions_of(part) for part in torch.split(ids, list(lengths))])
-        states = self._words[ids] + self._positions[positions]
+        states = self._words[ids] + self._positions[torch.tensor(position_ids(inputs, self._padding_id))]
         if any(entry.token_type_ids for entry in inputs):
             types = [kind for entry in inputs for kind in entry.token_type_ids or [0] * len(entry.token_ids)]
             states += self._types[torch.tensor(types)]
         else:
             states += self._types[0]
         return self._norm.run(states)
-
-    def _positions_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """RoBERTa numbers positions from behind the padding's id, and leaves padding out."""
-        if self._padding_id is None:
-            return torch.arange(len(ids))
-        counts = ids != self._padding_id
-        return counts.cumsum(0) * counts + self._padding_id
 
 
 class _Linear:
