@@ -36,7 +36,7 @@ from twinstage.rpc.health import HealthService
 from twinstage.rpc.reflection import add_reflection
 from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.server import bind, create_server, run_until_signalled
-from twinstage.rpc.tls import credentials_of_process
+from twinstage.rpc.server_tls import credentials_of_process
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
 from twinstage.telemetry.process import (

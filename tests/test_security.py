@@ -24,7 +24,8 @@ from twinstage.errors import ConfigError, PermissionDenied, Unauthenticated, Una
 from twinstage.rpc import reloaded
 from twinstage.rpc.access import Access
 from twinstage.rpc.server import bind, create_server
-from twinstage.rpc.tls import TlsFiles, server_credentials
+from twinstage.rpc.server_tls import server_credentials
+from twinstage.rpc.tls import TlsFiles
 from twinstage.settings import read_settings
 from twinstage.worker.v1 import worker_pb2, worker_pb2_grpc
 

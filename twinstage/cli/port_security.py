@@ -37,7 +37,8 @@ class PortSecurity:
         if self == OPEN_PORT:
             return
         from twinstage.rpc.callers import read_callers
-        from twinstage.rpc.tls import TlsFiles, server_credentials
+        from twinstage.rpc.server_tls import server_credentials
+        from twinstage.rpc.tls import TlsFiles
 
         server_credentials(
             TlsFiles(certificate=self.tls_certificate, key=self.tls_key, ca=self.tls_client_ca, ca_flag="client-ca")

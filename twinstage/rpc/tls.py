@@ -1,6 +1,6 @@
 """TLS: certificates from files, for servers and for channels.
 
-    server_credentials   a server's certificate and key; with a CA for clients, only those it knows get in
+    TlsFiles             the files, whichever end they are for; `server_tls` makes a server's credentials of them
     channel_credentials  the CA that a server's certificate must be of, and the client's own certificate if one is asked
 
 gRPC takes any bytes for a certificate and then fails every handshake without a word, so the files are tried here first.
@@ -9,16 +9,12 @@ gRPC takes any bytes for a certificate and then fails every handshake without a 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import grpc
 
 from twinstage.errors import ConfigError
-from twinstage.rpc.reloaded import Reloaded
-from twinstage.settings import ProcessSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,44 +64,6 @@ class TlsFiles:
         except ssl.SSLError as error:
             raise ConfigError(f"{flag} {self.ca} has no PEM certificate: {_reason(error)}") from error
         return authorities
-
-
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials | None:
-    """The credentials of a server; None without a certificate. Raises ConfigError.
-
-    The files are looked at again when somebody connects; connections go on with what counted when they began.
-    """
-    if files.certificate is None and files.key is None:
-        if files.ca is not None:
-            raise ConfigError(f"{files.flag_prefix}{files.ca_flag} needs {files.flag_prefix}certificate")
-        return None
-    reloaded = Reloaded(files.paths, lambda: _certificate_configuration(files))
-    known = reloaded.current()
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known
-        if (newest := reloaded.current()) is known:
-            return None
-        known = newest
-        return newest
-
-    # Its stub denies what its docstring promises: None leaves everything as it is.
-    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
-    return grpc.dynamic_ssl_server_credentials(known, fetch, require_client_authentication=files.ca is not None)
-
-
-def _certificate_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    pair = files.read_pair()
-    assert pair is not None  # else there would be no TLS
-    return grpc.ssl_server_certificate_configuration([pair], root_certificates=files.read_ca())
-
-
-def credentials_of_process(settings: ProcessSettings) -> grpc.ServerCredentials | None:
-    """The credentials of a process's own port, as its flags say. Raises ConfigError."""
-    files = TlsFiles(
-        certificate=settings.tls_certificate, key=settings.tls_key, ca=settings.tls_client_ca, ca_flag="client-ca"
-    )
-    return server_credentials(files)
 
 
 def channel_credentials(files: TlsFiles, *, required: bool = False) -> grpc.ChannelCredentials | None:

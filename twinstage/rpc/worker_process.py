@@ -27,7 +27,7 @@ from twinstage.rpc.callers import Caller, CallerInterceptor, callers_with_secret
 from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.server import Keepalive, bind, create_server, run_until_signalled
-from twinstage.rpc.tls import credentials_of_process
+from twinstage.rpc.server_tls import credentials_of_process
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
