@@ -25,7 +25,7 @@ from twinstage.transfer.frames import HEADER, FrameType, decode_body, decode_hea
 from twinstage.transfer.messages import Write
 from twinstage.types import KvEndpoint, KvGrant
 
-_HANDSHAKE = (FrameType.HELLO, FrameType.PROOF)
+_HANDSHAKE = (FrameType.HELLO, FrameType.PROOF, FrameType.INTRODUCTION)
 Spoil = Callable[[Write, Sequence[memoryview]], Write]
 
 

@@ -29,7 +29,21 @@ from transfer_ends import (
 from twinstage.errors import HandshakeRefused, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import FORMAT_VERSION, HEADER, MAGIC, FrameType, encode
-from twinstage.transfer.messages import Ack, Challenge, Hello, Open, Opened, Piece, Proof, Refused, Revoke, Write
+from twinstage.transfer.handshake import _prove_to_receiver
+from twinstage.transfer.messages import (
+    Ack,
+    Challenge,
+    Hello,
+    Introduction,
+    Open,
+    Opened,
+    Piece,
+    Proof,
+    Refused,
+    Revoke,
+    Transport,
+    Write,
+)
 from twinstage.transfer.receiver import KvReceiver
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
 from twinstage.transfer.shm import receive_descriptor
@@ -124,19 +138,9 @@ def test_who_does_not_know_the_secret_stays_out(
 def test_a_sender_with_a_wrong_proof_is_given_nothing(transport: str) -> None:
     with open_ends(transport) as ends, raw_connection(ends.receiver) as connection:
         stream = FrameSocket(connection, stall_s=WAIT_S)
-        stream.send(
-            Hello(
-                transport=transport,  # type: ignore[arg-type]
-                protocol_version=1,
-                worker_id="prefill-raw",
-                epoch=1,
-                layout_fingerprint=LAYOUT,
-                target_worker_id="decode-1",
-                target_epoch=41,
-                nonce="0" * 64,
-            )
-        )
-        assert isinstance(hear(stream), Challenge)
+        stream.send(Hello(transport=transport, nonce="0" * 64))  # type: ignore[arg-type]
+        challenge = hear(stream)
+        assert isinstance(challenge, Challenge)
         stream.send(Proof(proof="0" * 64))
         if transport == "shm":
             frame, descriptor = receive_descriptor(stream, timeout_s=WAIT_S)
@@ -146,6 +150,31 @@ def test_a_sender_with_a_wrong_proof_is_given_nothing(transport: str) -> None:
         else:
             answer = hear(stream)  # type: ignore[assignment]
         assert isinstance(answer, Refused)
+        told = challenge.model_dump_json() + answer.model_dump_json()
+        assert "decode-1" not in told, "who has proved nothing is not told whom it found"
+        assert LAYOUT not in told
+        assert stream.receive(idle_s=WAIT_S) is None
+
+
+@BOTH
+def test_an_introduction_that_was_changed_on_its_way_is_refused(transport: Transport) -> None:
+    with open_ends(transport) as ends, raw_connection(ends.receiver) as connection:
+        stream = FrameSocket(connection, stall_s=WAIT_S)
+        _prove_to_receiver(stream, key=SECRET, transport=transport, timeout_s=WAIT_S)
+        stream.send(
+            Introduction(
+                protocol_version=1,
+                worker_id="prefill-raw",
+                epoch=1,
+                layout_fingerprint=LAYOUT,
+                target_worker_id="decode-1",
+                target_epoch=41,
+                proof="0" * 64,
+            )
+        )
+        answer = hear(stream)
+        assert isinstance(answer, Refused)
+        assert "Introduction of the handshake was changed" in answer.message
         assert stream.receive(idle_s=WAIT_S) is None
 
 

@@ -22,7 +22,7 @@ from twinstage.transfer import shm, tcp
 from twinstage.transfer.dial import Channel, Dialler
 from twinstage.transfer.handshake import checked_secret, grant_proof, welcome
 from twinstage.transfer.host import host_id
-from twinstage.transfer.messages import Challenge, Commit, Message, Open, Opened, Piece, Welcome, Write
+from twinstage.transfer.messages import Challenge, Commit, Hello, Message, Open, Opened, Piece, Proof, Write
 from twinstage.transfer.receiver import ChannelTimeouts, HandoverCommit, KvIdentity, KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import KvSender, TransferOutcome
 from twinstage.transfer.shm import PrivateSocket
@@ -327,21 +327,11 @@ class FakeReceiver:
         """Accept and do the handshake without knowing the secret."""
         self._listener.settimeout(WAIT_S)
         stream = FrameSocket(self._listener.accept()[0], stall_s=5.0)
-        hear(stream)
-        challenge = Challenge(
-            worker_id="decode-1",
-            epoch=41,
-            layout_fingerprint=LAYOUT,
-            num_blocks=self._memory.num_blocks,
-            block_bytes=self._memory.block_bytes,
-            nonce="1" * 64,
-        )
-        stream.send(challenge)
-        hear(stream)
-        if self._transport == "shm":
-            shm.send_with_descriptor(stream, Welcome(proof="0" * 64), descriptor=self._memory.fd)
-        else:
-            stream.send(Welcome(proof="0" * 64))
+        said = [hear(stream)]
+        stream.send(Challenge(nonce="1" * 64))
+        said.append(hear(stream))
+        stream.send(Proof(proof="0" * 64))
+        assert [type(message) for message in said] == [Hello, Proof]
         return stream
 
     def __enter__(self) -> tuple[KvGrant, Callable[[], FrameSocket]]:

@@ -15,6 +15,7 @@ from twinstage.transfer.messages import (
     Ack,
     Commit,
     Hello,
+    Introduction,
     Open,
     Piece,
     Proof,
@@ -87,16 +88,16 @@ def _messages(rows: tuple[tuple[int, type, dict[str, object]], ...]) -> Iterator
 
 def _frames() -> Iterator[bytes]:
     digest = "0" * 64
+    yield encode(Hello(transport="shm", nonce=digest))
     yield encode(
-        Hello(
-            transport="shm",
+        Introduction(
             protocol_version=3,
             worker_id="p",
             epoch=1,
             layout_fingerprint="k",
             target_worker_id="d",
             target_epoch=2**63,
-            nonce=digest,
+            proof=digest,
         )
     )
     yield encode(Proof(proof=digest))

@@ -25,6 +25,7 @@ from twinstage.transfer.messages import (
     Challenge,
     Commit,
     Hello,
+    Introduction,
     JsonMessage,
     Message,
     Nack,
@@ -58,6 +59,7 @@ class FrameType(enum.IntEnum):
     PROOF = 3
     WELCOME = 4
     REFUSED = 5
+    INTRODUCTION = 6
     OPEN = 16
     OPENED = 17
     WRITE = 18
@@ -75,6 +77,7 @@ _MODELS: dict[FrameType, type[JsonMessage]] = {
     FrameType.CHALLENGE: Challenge,
     FrameType.PROOF: Proof,
     FrameType.WELCOME: Welcome,
+    FrameType.INTRODUCTION: Introduction,
     FrameType.REFUSED: Refused,
     FrameType.OPEN: Open,
     FrameType.OPENED: Opened,

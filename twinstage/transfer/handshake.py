@@ -1,13 +1,16 @@
 """How two ends of a channel find out that they fit together, and prove that they know the same secret.
 
-    sender -> Hello       identity, wanted worker and epoch, nonce
-    Challenge <- receiver identity, shape of the memory, nonce
-    sender -> Proof       HMAC-SHA256(secret, "sender", Hello, Challenge)
-    Welcome <- receiver   HMAC-SHA256(secret, "receiver", Hello, Challenge); over shm with the memory's descriptor
+    sender -> Hello          transport, nonce
+    Challenge <- receiver    nonce
+    sender -> Proof          HMAC-SHA256(secret, "sender", transcript), the transcript being Hello and Challenge
+    Proof <- receiver        HMAC-SHA256(secret, "receiver", transcript)
+    sender -> Introduction   protocol version, identity, wanted worker and epoch; sealed
+    Welcome <- receiver      identity, shape of the memory; sealed; over shm with the memory's descriptor
 
-The secret never crosses the wire, both ends prove it, and a proof is worth nothing on another connection. Without a
-secret the key is empty: everyone who can connect is let in, and only the grant's token protects a transfer. The
-channel is authenticated when it is set up; it is not encrypted.
+The secret never crosses the wire, both ends prove it before either says who it is, and a proof is worth nothing on
+another connection. A seal is an HMAC of the transcript and what the message says. Without a secret the key is empty:
+everyone who can connect is let in, and only the grant's token protects a transfer. The channel is authenticated when it
+is set up; it is not encrypted.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from typing import TypeVar
 
 from twinstage.errors import ConfigError, HandshakeRefused, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
-from twinstage.transfer.messages import Challenge, Hello, Proof, Refused, Transport, Welcome
+from twinstage.transfer.messages import Challenge, Hello, Introduction, Proof, Refused, Transport, Welcome
 from twinstage.transfer.reasons import error_from_reason
 from twinstage.transfer.shm import receive_descriptor, send_with_descriptor
 from twinstage.transfer.values import KvIdentity
 from twinstage.transfer.wire import Frame, FrameSocket
 from twinstage.types import KvGrant, WorkerId
 
-MessageKind = TypeVar("MessageKind", Hello, Challenge, Proof, Welcome)
+MessageKind = TypeVar("MessageKind", Hello, Challenge, Proof, Introduction, Welcome)
+SealedKind = TypeVar("SealedKind", Introduction, Welcome)
+
+_NO_PROOF = "0" * 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,31 +76,29 @@ def greet(
     timeout_s: float,
 ) -> SenderSession:
     """The sender's side. Raises HandshakeRefused, StaleHandle (another worker or epoch) or TransferError."""
-    hello = Hello(
-        transport=transport,
+    transcript = _prove_to_receiver(stream, key=key, transport=transport, timeout_s=timeout_s)
+    introduction = Introduction(
         protocol_version=identity.protocol_version,
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         layout_fingerprint=identity.layout_fingerprint,
         target_worker_id=grant.worker_id,
         target_epoch=grant.epoch,
-        nonce=secrets.token_hex(32),
+        proof=_NO_PROOF,
     )
-    stream.send(hello, timeout_s=timeout_s)
-    challenge = _expect(stream.receive(idle_s=timeout_s), Challenge)
-    _check_receiver(challenge, identity=identity, grant=grant, block_bytes=block_bytes)
-    transcript = _transcript(hello, challenge)
-    stream.send(Proof(proof=_proof(key, b"sender", transcript)), timeout_s=timeout_s)
+    stream.send(_sealed(introduction, key=key, transcript=transcript), timeout_s=timeout_s)
     if transport == "shm":
         frame, descriptor = receive_descriptor(stream, timeout_s=timeout_s)
         with descriptor:
-            _check_welcome(frame, key=key, transcript=transcript)
-            memory = descriptor.attach(num_blocks=challenge.num_blocks, block_bytes=challenge.block_bytes)
+            receiver = _opened(_expect(frame, Welcome), key=key, transcript=transcript)
+            _check_receiver(receiver, identity=identity, grant=grant, block_bytes=block_bytes)
+            memory = descriptor.attach(num_blocks=receiver.num_blocks, block_bytes=receiver.block_bytes)
     else:
-        _check_welcome(stream.receive(idle_s=timeout_s), key=key, transcript=transcript)
+        receiver = _opened(_expect(stream.receive(idle_s=timeout_s), Welcome), key=key, transcript=transcript)
+        _check_receiver(receiver, identity=identity, grant=grant, block_bytes=block_bytes)
         memory = None
     return SenderSession(
-        peer_worker_id=WorkerId(challenge.worker_id), peer_epoch=challenge.epoch, transcript=transcript, memory=memory
+        peer_worker_id=WorkerId(receiver.worker_id), peer_epoch=receiver.epoch, transcript=transcript, memory=memory
     )
 
 
@@ -109,30 +113,51 @@ def welcome(
 ) -> Session:
     """The receiver's side. Raises TransferError; HandshakeRefused and StaleHandle are told to the sender first."""
     try:
-        hello = _expect(stream.receive(idle_s=timeout_s), Hello)
-        _check_sender(hello, identity=identity, transport=transport)
-        challenge = Challenge(
-            worker_id=identity.worker_id,
-            epoch=identity.epoch,
-            layout_fingerprint=identity.layout_fingerprint,
-            num_blocks=memory.num_blocks,
-            block_bytes=memory.block_bytes,
-            nonce=secrets.token_hex(32),
-        )
-        transcript = _transcript(hello, challenge)
-        stream.send(challenge, timeout_s=timeout_s)
-        proof = _expect(stream.receive(idle_s=timeout_s), Proof)
-        if not hmac.compare_digest(proof.proof, _proof(key, b"sender", transcript)):
-            raise HandshakeRefused("the sender does not know this worker's KV secret")
+        hello, transcript = _prove_to_sender(stream, key=key, timeout_s=timeout_s)
+        sender = _opened(_expect(stream.receive(idle_s=timeout_s), Introduction), key=key, transcript=transcript)
+        _check_sender(sender, identity=identity, asked_for=hello.transport, transport=transport)
     except (HandshakeRefused, StaleHandle) as error:
         stream.send(Refused(reason=error.reason, message=str(error)[:1024]), timeout_s=timeout_s)
         raise
-    answer = Welcome(proof=_proof(key, b"receiver", transcript))
+    answer = Welcome(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        layout_fingerprint=identity.layout_fingerprint,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.block_bytes,
+        proof=_NO_PROOF,
+    )
+    answer = _sealed(answer, key=key, transcript=transcript)
     if transport == "shm":
         send_with_descriptor(stream, answer, descriptor=memory.fd)
     else:
         stream.send(answer, timeout_s=timeout_s)
-    return Session(peer_worker_id=WorkerId(hello.worker_id), peer_epoch=hello.epoch, transcript=transcript)
+    return Session(peer_worker_id=WorkerId(sender.worker_id), peer_epoch=sender.epoch, transcript=transcript)
+
+
+def _prove_to_receiver(stream: FrameSocket, *, key: bytes, transport: Transport, timeout_s: float) -> bytes:
+    """Prove the secret, and see it proved; the transcript. Raises HandshakeRefused or TransferError."""
+    hello = Hello(transport=transport, nonce=secrets.token_hex(32))
+    stream.send(hello, timeout_s=timeout_s)
+    transcript = _transcript(hello, _expect(stream.receive(idle_s=timeout_s), Challenge))
+    stream.send(Proof(proof=_proof(key, b"sender", transcript)), timeout_s=timeout_s)
+    proof = _expect(stream.receive(idle_s=timeout_s), Proof)
+    if not hmac.compare_digest(proof.proof, _proof(key, b"receiver", transcript)):
+        raise HandshakeRefused("the receiver does not know this worker's KV secret")
+    return transcript
+
+
+def _prove_to_sender(stream: FrameSocket, *, key: bytes, timeout_s: float) -> tuple[Hello, bytes]:
+    """See the secret proved, and then prove it; what the sender came for, and the transcript. Errors as above."""
+    hello = _expect(stream.receive(idle_s=timeout_s), Hello)
+    challenge = Challenge(nonce=secrets.token_hex(32))
+    transcript = _transcript(hello, challenge)
+    stream.send(challenge, timeout_s=timeout_s)
+    proof = _expect(stream.receive(idle_s=timeout_s), Proof)
+    if not hmac.compare_digest(proof.proof, _proof(key, b"sender", transcript)):
+        raise HandshakeRefused("the sender does not know this worker's KV secret")
+    stream.send(Proof(proof=_proof(key, b"receiver", transcript)), timeout_s=timeout_s)
+    return hello, transcript
 
 
 def _expect(frame: Frame | None, kind: type[MessageKind]) -> MessageKind:
@@ -146,43 +171,54 @@ def _expect(frame: Frame | None, kind: type[MessageKind]) -> MessageKind:
     return frame.message
 
 
-def _check_receiver(challenge: Challenge, *, identity: KvIdentity, grant: KvGrant, block_bytes: int) -> None:
-    if (challenge.worker_id, challenge.epoch) != (grant.worker_id, grant.epoch):
+def _check_receiver(receiver: Welcome, *, identity: KvIdentity, grant: KvGrant, block_bytes: int) -> None:
+    if (receiver.worker_id, receiver.epoch) != (grant.worker_id, grant.epoch):
         raise StaleHandle(
             f"the grant is of worker {grant.worker_id}, epoch {grant.epoch}; "
-            f"{challenge.worker_id}, epoch {challenge.epoch} answers at its address"
+            f"{receiver.worker_id}, epoch {receiver.epoch} answers at its address"
         )
-    if challenge.layout_fingerprint != identity.layout_fingerprint or challenge.block_bytes != block_bytes:
+    if receiver.layout_fingerprint != identity.layout_fingerprint or receiver.block_bytes != block_bytes:
         raise HandshakeRefused(
-            f"KV layouts differ: {identity.layout_fingerprint} here, {challenge.layout_fingerprint} at "
-            f"{challenge.worker_id}; both workers must serve the same model, revision, dtype and block size"
+            f"KV layouts differ: {identity.layout_fingerprint} here, {receiver.layout_fingerprint} at "
+            f"{receiver.worker_id}; both workers must serve the same model, revision, dtype and block size"
         )
 
 
-def _check_sender(hello: Hello, *, identity: KvIdentity, transport: Transport) -> None:
-    if hello.protocol_version != identity.protocol_version:
+def _check_sender(sender: Introduction, *, identity: KvIdentity, asked_for: Transport, transport: Transport) -> None:
+    if sender.protocol_version != identity.protocol_version:
         raise HandshakeRefused(
-            f"{hello.worker_id} speaks protocol version {hello.protocol_version}, "
+            f"{sender.worker_id} speaks protocol version {sender.protocol_version}, "
             f"{identity.worker_id} speaks {identity.protocol_version}; run workers of one release"
         )
-    if hello.layout_fingerprint != identity.layout_fingerprint:
+    if sender.layout_fingerprint != identity.layout_fingerprint:
         raise HandshakeRefused(
-            f"KV layouts differ: {hello.layout_fingerprint} at {hello.worker_id}, {identity.layout_fingerprint} at "
+            f"KV layouts differ: {sender.layout_fingerprint} at {sender.worker_id}, {identity.layout_fingerprint} at "
             f"{identity.worker_id}; both workers must serve the same model, revision, dtype and block size"
         )
-    if hello.transport != transport:
-        raise HandshakeRefused(f"{hello.worker_id} came for {hello.transport} to the {transport} endpoint")
-    if (hello.target_worker_id, hello.target_epoch) != (identity.worker_id, identity.epoch):
+    if asked_for != transport:
+        raise HandshakeRefused(f"{sender.worker_id} came for {asked_for} to the {transport} endpoint")
+    if (sender.target_worker_id, sender.target_epoch) != (identity.worker_id, identity.epoch):
         raise StaleHandle(
-            f"{hello.worker_id} looks for worker {hello.target_worker_id}, epoch {hello.target_epoch}; "
+            f"{sender.worker_id} looks for worker {sender.target_worker_id}, epoch {sender.target_epoch}; "
             f"this is {identity.worker_id}, epoch {identity.epoch}"
         )
 
 
-def _check_welcome(frame: Frame | None, *, key: bytes, transcript: bytes) -> None:
-    answer = _expect(frame, Welcome)
-    if not hmac.compare_digest(answer.proof, _proof(key, b"receiver", transcript)):
-        raise HandshakeRefused("the receiver does not know this worker's KV secret")
+def _sealed(message: SealedKind, *, key: bytes, transcript: bytes) -> SealedKind:
+    """The message with the proof that who knows the secret says this on this connection."""
+    return message.model_copy(update={"proof": _seal(message, key=key, transcript=transcript)})
+
+
+def _opened(message: SealedKind, *, key: bytes, transcript: bytes) -> SealedKind:
+    """The message, whose seal was found right. Raises HandshakeRefused."""
+    if not hmac.compare_digest(message.proof, _seal(message, key=key, transcript=transcript)):
+        raise HandshakeRefused(f"the {type(message).__name__} of the handshake was changed on its way")
+    return message
+
+
+def _seal(message: Introduction | Welcome, *, key: bytes, transcript: bytes) -> str:
+    said = message.model_dump_json(exclude={"proof"}).encode()
+    return _proof(key, type(message).__name__.lower().encode(), transcript + said)
 
 
 def _transcript(hello: Hello, challenge: Challenge) -> bytes:

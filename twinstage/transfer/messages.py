@@ -1,8 +1,8 @@
 """The messages of the KV channel: strict models, so that a wrong type, range or field never gets past the decoder.
 
-sender    Hello      Proof        Open        Write ...  Commit         Abort          Revoked    Alive
-receiver     Challenge   Welcome      Opened                   Ack|Nack         Revoke               Alive
-                         Refused      Nack
+sender    Hello      Proof  Introduction      Open        Write ...  Commit         Abort          Revoked    Alive
+receiver     Challenge   Proof        Welcome    Opened                   Ack|Nack         Revoke               Alive
+                         Refused      Refused    Nack
 """
 
 from __future__ import annotations
@@ -31,38 +31,47 @@ class _Body(BaseModel):
 
 
 class Hello(_Body):
-    """Sender: who I am, whom I want, and a number to be answered."""
+    """Sender: what I came for, and a number to be answered."""
 
     transport: Transport
+    nonce: Digest
+
+
+class Challenge(_Body):
+    """Receiver: a number to be answered."""
+
+    nonce: Digest
+
+
+class Proof(_Body):
+    """Sender, then receiver: I know the secret."""
+
+    proof: Digest
+
+
+class Introduction(_Body):
+    """Sender: who I am, and whom I want. `proof` seals it."""
+
     protocol_version: Unsigned32
     worker_id: Name
     epoch: Unsigned64
     layout_fingerprint: Name
     target_worker_id: Name
     target_epoch: Unsigned64
-    nonce: Digest
+    proof: Digest
 
 
-class Challenge(_Body):
-    """Receiver: who I am, what my memory looks like, and a number to be answered."""
+class Welcome(_Body):
+    """Receiver: who I am, and what my memory looks like. Over shm, its descriptor travels with this frame.
+
+    `proof` seals it.
+    """
 
     worker_id: Name
     epoch: Unsigned64
     layout_fingerprint: Name
     num_blocks: Annotated[int, Field(ge=1, lt=1 << 32)]
     block_bytes: Annotated[int, Field(ge=1, lt=1 << 32)]
-    nonce: Digest
-
-
-class Proof(_Body):
-    """Sender: I know the secret."""
-
-    proof: Digest
-
-
-class Welcome(_Body):
-    """Receiver: so do I. Over shm, the descriptor of the memory travels with this frame."""
-
     proof: Digest
 
 
@@ -171,6 +180,7 @@ JsonMessage = (
     Hello
     | Challenge
     | Proof
+    | Introduction
     | Welcome
     | Refused
     | Open
