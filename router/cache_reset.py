@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from router.catalog import find_model
 from router.reset_book import Scope
+from router.reset_debts import RESET_TIMEOUT_S, collect_debts
 from router.worker_entry import WorkerLife
 from router.workers import WorkerTable
-from twinstage.errors import NotFound, WorkerLost
+from twinstage.errors import NotFound, TwinstageError, Unavailable, WorkerLost
 from twinstage.telemetry.log import get_logger
 from twinstage.types import Role, WorkerId
-
-RESET_TIMEOUT_S = 5.0
 
 logger = get_logger(__name__)
 
@@ -27,28 +27,39 @@ async def reset_prefix_caches(
     worker finds nothing old any more. Whoever is not connected now is told when it is, before it serves; this router
     remembers that for as long as it runs.
 
-    Raises NotFound, or what a worker that is connected failed with. All others were told then, but that one goes on
-    serving with what it has until it is told again, or is lost and comes back: the caller has to repeat the call.
+    Raises NotFound, and Unavailable that names those which are connected and failed. All others were told then; those
+    go on serving with what they have, and are told again until they have forgotten it or are gone.
     """
     lives = _chosen(workers, model=model, worker_id=worker_id)
     workers.resets.ask(Scope(model=model, worker_id=worker_id))  # no await since: who connects now sees it
     workers.prefixes.clear()  # of the others, too: they will be learned again
     dropped: list[tuple[WorkerId, int]] = []
-    failures: list[BaseException] = []
+    failures: dict[WorkerId, TwinstageError] = {}
     for role in (Role.PREFILL, Role.DECODE):
         of_role = [life for life in lives if life.description.role is role]
         # A decode worker may yet take old blocks from a prefill worker that failed, so it owes its reset all the same.
         settles = not failures
         resets = (_reset(workers, life, settles=settles) for life in of_role)
         for life, answer in zip(of_role, await asyncio.gather(*resets, return_exceptions=True), strict=True):
-            if isinstance(answer, BaseException):
-                failures.append(answer)
+            if isinstance(answer, TwinstageError):
+                failures[life.description.worker_id] = answer
                 logger.warning("prefix cache not reset", worker=life.description.worker_id, error=str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
             elif answer is not None:
                 dropped.append(answer)
     if failures:
-        raise failures[0]
+        workers.beside("collect resets", partial(collect_debts, workers))
+        raise _not_all(failures, num_told=len(dropped))
     return sorted(dropped)
+
+
+def _not_all(failures: Mapping[WorkerId, TwinstageError], *, num_told: int) -> Unavailable:
+    failed = "; ".join(f"{worker_id} ({error})" for worker_id, error in sorted(failures.items()))
+    return Unavailable(
+        f"{len(failures)} of {len(failures) + num_told} workers have not forgotten yet: {failed}; "
+        "the router tells them again until they have, or are gone"
+    )
 
 
 def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[WorkerLife]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NoReturn
 
 from router.backoff import Backoff
@@ -52,6 +52,7 @@ class WorkerTable:
         self._report_interval_s = report_interval_s
         self._lookup_interval_s = lookup_interval_s
         self._access = access
+        self._beside: dict[str, asyncio.Task[None]] = {}
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._models: dict[str, ServedModel] = {}
@@ -118,10 +119,16 @@ class WorkerTable:
     async def close(self) -> None:
         """End every connection. Idempotent."""
         self._closing = True
-        tasks = [*self._tasks.values(), *(task for _, task in self._watchers)]
+        tasks = [*self._tasks.values(), *self._beside.values(), *(task for _, task in self._watchers)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def beside(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Do something beside everything else, until it is done or the table ends; one of a name at a time."""
+        task = self._beside.get(name)
+        if task is None or task.done():
+            self._beside[name] = asyncio.create_task(work(), name=name)
 
     def _watch(self, source: WorkerSource) -> None:
         known: set[str] = set()

@@ -15,7 +15,7 @@ from router.cache_reset import reset_prefix_caches
 from router.discovery import WorkerSource, parse_source
 from router.reset_book import EVERYTHING, ResetBook, Scope
 from router.workers import WorkerTable
-from twinstage.errors import ComputeFailed
+from twinstage.errors import ComputeFailed, Unavailable
 from twinstage.types import WorkerId
 
 
@@ -116,22 +116,35 @@ async def test_a_worker_that_is_lost_during_a_reset_owes_it() -> None:
         assert (prefill.resets, decode.resets) == (1, 1)
 
 
-async def test_when_one_worker_fails_all_others_are_reset_nevertheless() -> None:
+async def test_a_worker_that_fails_is_named_and_told_again_and_all_others_are_told_nevertheless() -> None:
     async with FakeCluster(prefill=2, decode=1) as cluster, table(*cluster.addresses) as workers:
         failing, prefill, decode = cluster.workers
         await until_serving(workers, *cluster.workers)
-        failing.script.fail("reset", ComputeFailed("no"))
-        with pytest.raises(ComputeFailed):
+        failing.script.fail("reset", ComputeFailed("no"), times=2)
+        with pytest.raises(
+            Unavailable, match=r"1 of 3 workers have not .* prefill-0 \(no\); the router tells them again"
+        ):
             await reset_prefix_caches(workers)
         assert (failing.resets, prefill.resets, decode.resets) == (0, 1, 1)
-        for worker in cluster.workers:
-            await worker.kill()
-        await until_serving(workers)
-        for worker in cluster.workers:
-            await worker.start()
-        await until_serving(workers, *cluster.workers)
         # The decode worker may have taken old blocks after its reset, from the one that failed.
-        assert (failing.resets, prefill.resets, decode.resets) == (1, 1, 2)
+        await until(lambda: decode.resets == 2, what="all told")
+        assert (failing.resets, prefill.resets) == (1, 1)
+
+
+async def test_a_worker_that_failed_and_is_gone_is_told_when_it_comes_back() -> None:
+    async with FakeCluster(prefill=1, decode=1) as cluster, table(*cluster.addresses) as workers:
+        failing, decode = cluster.workers
+        await until_serving(workers, *cluster.workers)
+        go_on = [failing.script.stall("reset", then=ComputeFailed("no")) for _ in range(2)]
+        go_on[0].set()
+        with pytest.raises(Unavailable, match="1 of 2 workers"):
+            await reset_prefix_caches(workers)
+        await failing.kill()
+        await until_serving(workers, decode)
+        await until(lambda: decode.resets == 2, what="nobody else owing")
+        await failing.start()
+        await until_serving(workers, *cluster.workers)
+        assert failing.resets == 1
 
 
 async def test_a_reset_of_one_model_or_worker_is_owed_by_nobody_else() -> None:

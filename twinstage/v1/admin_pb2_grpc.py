@@ -132,8 +132,8 @@ class AdminServiceServicer:
     def ResetPrefixCache(self, request, context):
         """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
         Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
-        comes back. Fails when a worker that is connected does not do it: the others have forgotten then, while that one
-        goes on with what it has, so call again.
+        comes back. When connected ones do not do it, the answer is UNAVAILABLE and names them: the others have forgotten
+        then, and the router tells those again until they have, or are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,8 +50,8 @@ class AdminServiceStub:
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
     """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
     Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
-    comes back. Fails when a worker that is connected does not do it: the others have forgotten then, while that one
-    goes on with what it has, so call again.
+    comes back. When connected ones do not do it, the answer is UNAVAILABLE and names them: the others have forgotten
+    then, and the router tells those again until they have, or are gone.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
@@ -82,8 +82,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
     Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
-    comes back. Fails when a worker that is connected does not do it: the others have forgotten then, while that one
-    goes on with what it has, so call again.
+    comes back. When connected ones do not do it, the answer is UNAVAILABLE and names them: the others have forgotten
+    then, and the router tells those again until they have, or are gone.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Lets a worker finish what it has and take nothing new, until UndrainWorker or its restart. Other routers see it, too."""
@@ -153,8 +153,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_admin_pb2.ResetPrefixCacheResponse]]:
         """Lets workers forget the prompts and answers that they keep to save later requests computing and sending them.
         Requests that run are not disturbed; what they still compute is not kept. A worker that is lost is told when it
-        comes back. Fails when a worker that is connected does not do it: the others have forgotten then, while that one
-        goes on with what it has, so call again.
+        comes back. When connected ones do not do it, the answer is UNAVAILABLE and names them: the others have forgotten
+        then, and the router tells those again until they have, or are gone.
         """
 
     @_abc_1.abstractmethod
