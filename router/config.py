@@ -45,7 +45,8 @@ class RouterSettings(ProcessSettings):
     max_live_requests: int | None = Field(
         default=None,
         ge=1,
-        description="Requests in progress at once; more wait. By default twice what the batches of the decode workers "
+        description="Requests in progress at once; more wait. A call counts as many as it has continuations that are "
+        "computed at once, but as a quarter of this at most. By default twice what the batches of the decode workers "
         "hold, so that the next ones are computed and handed over while those run.",
     )
     max_queued_requests: int = Field(default=256, ge=0, description="Requests that may wait; more are refused.")

@@ -7,6 +7,8 @@
                always have something waiting hold permits in proportion to their weights, however much each of them
                queues and however long its requests take; of equals, the one whose last turn is longest ago
     order      of one caller, first come, first served
+    size       a call takes as many permits, and counts as many in the queue, as it has continuations that are computed
+               at once
 
 A queue that is full makes room for a newcomer at the cost of who uses most of it: the caller that has most waiting for
 its weight, whatever the priorities of its requests, loses the newest one of its own lowest priority. So nobody keeps
@@ -34,6 +36,7 @@ class Waiter(Generic[Item]):
     caller: str
     priority: int
     item: Item
+    size: int = 1  # permits that it takes
     number: int = 0  # of its arrival
 
 
@@ -43,6 +46,7 @@ class _Level(Generic[Item]):
 
     since_s: float  # it began to wait, or had its last turn
     waiting: dict[str, dict[int, Waiter[Item]]] = field(default_factory=dict)
+    sizes: Counter[str] = field(default_factory=Counter)  # of all that a caller has waiting
 
 
 class FairQueue(Generic[Item]):
@@ -71,6 +75,7 @@ class FairQueue(Generic[Item]):
         if level is None:
             level = self._levels[waiter.priority] = _Level(since_s=now_s)
         level.waiting.setdefault(waiter.caller, {})[waiter.number] = waiter
+        level.sizes[waiter.caller] += waiter.size
         self._num_waiting += 1
 
     def remove(self, waiter: Waiter[Item]) -> bool:
@@ -80,8 +85,9 @@ class FairQueue(Generic[Item]):
         if level is None or places is None or places.pop(waiter.number, None) is None:
             return False
         self._num_waiting -= 1
+        level.sizes[waiter.caller] -= waiter.size
         if not places:
-            del level.waiting[waiter.caller]
+            del level.waiting[waiter.caller], level.sizes[waiter.caller]
         if not level.waiting:
             del self._levels[waiter.priority]
         self._forget(waiter.caller)
@@ -110,15 +116,15 @@ class FairQueue(Generic[Item]):
 
     def push_out(self, newcomer: Waiter[Item]) -> Waiter[Item]:
         """Who leaves a full queue when `newcomer` comes: one that waits, which is taken out, or the newcomer."""
-        counts = Counter({newcomer.caller: 1})
+        counts = Counter({newcomer.caller: newcomer.size})
         for level in self._levels.values():
-            counts.update({caller: len(places) for caller, places in level.waiting.items()})
+            counts.update(level.sizes)
         shares = {caller: count / self._weight(caller) for caller, count in counts.items()}
         heaviest = max(shares.values())
         if shares[newcomer.caller] < heaviest:
             victim = self._last_of(next(caller for caller, share in shares.items() if share == heaviest))
         else:  # it takes from itself
-            victim = self._last_of(newcomer.caller) if counts[newcomer.caller] > 1 else newcomer
+            victim = self._last_of(newcomer.caller) if counts[newcomer.caller] > newcomer.size else newcomer
             if victim.priority >= newcomer.priority:
                 return newcomer
         self.remove(victim)
@@ -130,13 +136,8 @@ class FairQueue(Generic[Item]):
         return places[next(reversed(places))]
 
     def num_ahead(self, caller: str, priority: int) -> int:
-        """How many of those that wait would have their turn before a newcomer."""
-        ahead = sum(
-            len(places)
-            for other, level in self._levels.items()
-            if other > priority
-            for places in level.waiting.values()
-        )
+        """The size of all that waits and would have its turn before a newcomer."""
+        ahead = sum(level.sizes.total() for other, level in self._levels.items() if other > priority)
         return ahead + self._num_ahead_within(caller, priority)
 
     def longest_wait_s(self, caller: str, priority: int) -> float:
@@ -153,22 +154,22 @@ class FairQueue(Generic[Item]):
         level = self._levels.get(priority)
         if level is None:
             return 0
-        turn = (len(level.waiting.get(caller, ())) + 1) / self._weight(caller)  # of each, while it waits for its own
+        turn = (level.sizes[caller] + 1) / self._weight(caller)  # of each, while it waits for its own
         return sum(
-            len(places) if other == caller else min(len(places), int(turn * self._weight(other)))
-            for other, places in level.waiting.items()
+            size if other == caller else min(size, int(turn * self._weight(other)))
+            for other, size in level.sizes.items()
         )
 
     # --- permits --------------------------------------------------------------------------------------
 
-    def took(self, caller: str) -> None:
-        """The caller holds one permit more."""
-        self._held[caller] += 1
+    def took(self, caller: str, size: int = 1) -> None:
+        """The caller holds so many permits more."""
+        self._held[caller] += size
         self._last_turns[caller] = next(self._numbers)
 
-    def gave_back(self, caller: str) -> None:
-        """The caller holds one permit less."""
-        self._held[caller] -= 1
+    def gave_back(self, caller: str, size: int = 1) -> None:
+        """The caller holds so many permits less."""
+        self._held[caller] -= size
         if not self._held[caller]:
             del self._held[caller]
         self._forget(caller)

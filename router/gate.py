@@ -1,7 +1,9 @@
 """The gate: how many requests are in progress at once, and who waits.
 
-Beyond `max_live` requests new ones wait: by priority, fairly between callers, then in order (`fair_queue`). Beyond
-`max_queued` one of them is refused at once: the newcomer, or one of a caller that uses more of the queue.
+Beyond `max_live` requests new ones wait: by priority, fairly between callers, then in order (`fair_queue`). A call of
+several continuations counts as so many requests, but as a quarter of the limit at most: it is let in as soon as there
+is any room, so the limit may be exceeded by that. Beyond `max_queued` one of them is refused at once: the newcomer, or
+one of a caller that uses more of the queue.
 A request that could not be answered in time because of the others is refused while its client still listens, with a
 hint when to come back, rather than left to die at its deadline; so is one that would wait longer than `max_wait_s`. It
 is judged on arrival, and again when its turn comes:
@@ -31,6 +33,7 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 30.0
 SERVICE_MARGIN = 1.25  # requests differ: so much longer than expected one may take and still be in time
 CUT_SHORT_SHARE = 0.9  # who fails after so much of its time was cut short by its deadline, on whichever side,
 CUT_SHORT_FACTOR = 2.0  # and is taken to have needed so much longer: nobody knows
+LARGEST_SHARE = 4  # a call counts as one part in so many of the limit at most
 MIN_ANSWER_SHARE = 0.05  # of the time left on arrival: who has not been let in by then is refused, not left to time out
 
 
@@ -98,14 +101,16 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def permit(
-        self, *, deadline_s: float, caller: str = "", priority: int = 0, kind: Hashable = None
+        self, *, deadline_s: float, caller: str = "", priority: int = 0, kind: Hashable = None, size: int = 1
     ) -> AsyncIterator[float]:
         """Wait for a permit, hold it for the block, and yield the seconds it took to get it.
 
-        `kind` says which requests take about as long as this one. Raises Overloaded when the queue is full or the
-        answer would come too late, and Draining.
+        `kind` says which requests take about as long as this one, `size` as how many it counts. Raises Overloaded when
+        the queue is full or the answer would come too late, and Draining.
         """
-        waited_s = await self._enter(deadline_s=deadline_s, caller=caller, priority=priority, kind=kind)
+        if size > 1:
+            size = min(size, max(1, self.max_live // LARGEST_SHARE))
+        waited_s = await self._enter(deadline_s=deadline_s, caller=caller, priority=priority, kind=kind, size=size)
         started_s, served_at_start_s, completed = self._clock(), self._served_until_now_s(), False
         is_new = not self._times.knows(kind)
         if is_new:
@@ -115,7 +120,7 @@ class Gate:
             completed = True
         finally:
             self._learn(kind, started_s, served_at_start_s, deadline_s=deadline_s, completed=completed)
-            self._return(caller)
+            self._return(caller, size)
             if is_new:
                 self._underway.ended(kind, started_s)
                 if self._times.knows(kind):
@@ -134,13 +139,13 @@ class Gate:
             self._times.learn(kind, max(known_s, CUT_SHORT_FACTOR * service_s), concurrency=concurrency)
         # Any other error, or a client that went away early, says nothing about how long requests take.
 
-    def _take(self, caller: str) -> None:
-        self._change_live(1)
-        self._queue.took(caller)
+    def _take(self, caller: str, size: int) -> None:
+        self._change_live(size)
+        self._queue.took(caller, size)
 
-    def _return(self, caller: str) -> None:
-        self._change_live(-1)
-        self._queue.gave_back(caller)
+    def _return(self, caller: str, size: int) -> None:
+        self._change_live(-size)
+        self._queue.gave_back(caller, size)
 
     def _change_live(self, change: int) -> None:
         self._served_s, self._changed_s = self._served_until_now_s(), self._clock()
@@ -162,7 +167,7 @@ class Gate:
             if (refusal := self._refusal_if_late(entry.kind, entry.deadline_s - now_s)) is not None:
                 _refuse(waiter, refusal)
             else:
-                self._take(waiter.caller)
+                self._take(waiter.caller, waiter.size)
                 entry.turn.set_result(None)
 
     def expected_wait_s(self, ahead: int) -> float:
@@ -182,9 +187,9 @@ class Gate:
                 self._queue.remove(waiter)
                 _refuse(waiter, refusal)
             else:
-                ahead[place] += 1
+                ahead[place] += waiter.size
 
-    async def _enter(self, *, deadline_s: float, caller: str, priority: int, kind: Hashable) -> float:
+    async def _enter(self, *, deadline_s: float, caller: str, priority: int, kind: Hashable, size: int) -> float:
         if self._closed:
             raise _draining()
         now_s = self._clock()
@@ -192,7 +197,7 @@ class Gate:
         if self._live < self.max_live and not self._queue:
             if (refusal := self._refusal_if_late(kind, remaining_s)) is not None:
                 raise refusal
-            self._take(caller)
+            self._take(caller, size)
             return 0.0
         wait_s = self.expected_wait_s(self._queue.num_ahead(caller, priority))
         wait_s = min(wait_s, self._queue.longest_wait_s(caller, priority))
@@ -202,7 +207,7 @@ class Gate:
         if (refusal := self._refusal_if_late(kind, remaining_s, wait_s=wait_s)) is not None:
             raise refusal
         entry = _Entry(turn=asyncio.get_running_loop().create_future(), deadline_s=deadline_s, kind=kind)
-        waiter = self._queue_up(Waiter(caller=caller, priority=priority, item=entry), now_s=now_s)
+        waiter = self._queue_up(Waiter(caller=caller, priority=priority, item=entry, size=size), now_s=now_s)
         patience_s = min((1 - MIN_ANSWER_SHARE) * remaining_s, self._max_wait_s)
         await self._until_turn(waiter, until_s=now_s + patience_s, retry_after_s=wait_s)
         return self._clock() - now_s
@@ -252,7 +257,7 @@ class Gate:
         """Leave the queue at once, or return the permit that came in the moment of giving up."""
         turn = waiter.item.turn
         if not self._queue.remove(waiter) and not turn.cancelled() and turn.exception() is None:
-            self._return(waiter.caller)
+            self._return(waiter.caller, waiter.size)
         turn.cancel()
         self.admit_waiting()
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from router.admission import Admission, check_fields, kind_of
+from router.admission.defaults import num_continuations
 from router.admission.forced_calls import blame_tools, must_call, with_forced_calls
 from router.catalog import Work, find_model
 from router.failover import FailoverPolicy, Probation
@@ -202,6 +203,7 @@ class Generation:
                         caller=call.caller,
                         priority=call.raw.priority,
                         kind=kind_of(call.raw, call.model),
+                        size=num_at_once(call.raw),
                     )
                     queue_s = await stack.enter_async_context(permit)
                     call.live.trace.ended_now("queue", queue_s)
@@ -272,6 +274,11 @@ class RequestMetrics(Protocol):
 
     def watch(self, model: str, arrived_s: float) -> Callable[[Event], None]:
         """What is told of each event of a request to `model` that arrived then."""
+
+
+def num_at_once(raw: RawGenerationRequest) -> int:
+    """How many continuations of a call are computed at the same time."""
+    return num_continuations(raw, most_prompts=MAX_PROMPTS_AT_ONCE)
 
 
 def _charge(account: Account, event: Event) -> None:

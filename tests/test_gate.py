@@ -175,6 +175,40 @@ async def _served_in_order(gate: Gate, callers: Counter[str]) -> list[str]:
     return served
 
 
+async def test_a_call_of_many_continuations_counts_as_many_and_as_a_quarter_at_most() -> None:
+    gate = Gate(max_live=8, max_queued=9)
+    async with gate.permit(deadline_s=now() + 5, caller="batches", size=50):
+        assert gate.live == 2
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(5):
+                await stack.enter_async_context(gate.permit(deadline_s=now() + 5))
+            async with gate.permit(deadline_s=now() + 5, caller="batches", size=2):  # as there is any room
+                assert gate.live == 9
+                waiting = asyncio.create_task(_enter(gate, now() + 5))
+                await asyncio.sleep(0)
+                assert (gate.live, gate.queued) == (9, 1)
+            await waiting
+    assert (gate.live, gate.queued) == (0, 0)
+
+
+def test_callers_share_permits_by_what_their_calls_take() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(12):
+        queue.add(Waiter(caller="batches", priority=0, item="", size=4), now_s=0.0)
+        queue.add(Waiter(caller="single", priority=0, item=""), now_s=0.0)
+    assert queue.num_ahead("single", 0) == 12 + 13
+    assert queue.num_ahead("somebody", 0) == 1 + 1
+    taken: Counter[str] = Counter()
+    while taken.total() < 20:
+        waiter = queue.pop(now_s=0.0)
+        assert waiter is not None
+        queue.took(waiter.caller, waiter.size)
+        taken[waiter.caller] += waiter.size
+    assert abs(taken["batches"] - taken["single"]) <= 4
+    pushed = queue.push_out(Waiter(caller="single", priority=0, item=""))
+    assert pushed.caller == "batches"  # which has most of the queue, though not most of its calls
+
+
 @pytest.mark.parametrize("max_live", [1, 4])
 async def test_a_caller_with_a_thousand_requests_does_not_starve_one_with_a_single_one(max_live: int) -> None:
     started_s = now()  # however long this takes: a thousand times what the first one takes is long

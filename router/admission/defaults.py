@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -80,10 +81,14 @@ def kind_of(raw: RawGenerationRequest, model: ServedModel) -> tuple[str, int, in
 
     Numbers are alike that have the same power of two.
     """
-    num_prompts = len(raw.prompt.prompts) if isinstance(raw.prompt, BatchPrompt) else 1
-    continuations = num_prompts * (raw.sampling.n or 1)
     tokens = resolve_max_tokens(raw, model)
-    return model.name, _size(raw.prompt).bit_length(), tokens.bit_length(), continuations.bit_length()
+    return model.name, _size(raw.prompt).bit_length(), tokens.bit_length(), num_continuations(raw).bit_length()
+
+
+def num_continuations(raw: RawGenerationRequest, *, most_prompts: int = sys.maxsize) -> int:
+    """How many are wanted, of the first `most_prompts` prompts."""
+    num_prompts = len(raw.prompt.prompts) if isinstance(raw.prompt, BatchPrompt) else 1
+    return min(num_prompts, most_prompts) * (raw.sampling.n or 1)
 
 
 def _size(prompt: Prompt | None) -> int:
