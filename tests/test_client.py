@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -457,6 +458,26 @@ async def test_leaving_the_scope_cancels_in_asyncio(api: FakeApi) -> None:
         with pytest.raises(Cancelled):
             _ = [delta async for delta in stream]
     assert api.cancelled.wait(10)
+
+
+async def test_a_stream_that_nobody_holds_is_cancelled_in_asyncio(api: FakeApi) -> None:
+    api.hangs = True
+    async with AsyncTwinstageClient(api.address) as client:
+        async for _ in client.chat_stream("Hi"):
+            break
+        assert await asyncio.to_thread(api.cancelled.wait, 10)  # though the connection is open
+
+
+def test_an_asyncio_client_may_be_made_before_there_is_a_loop(api: FakeApi) -> None:
+    client = AsyncTwinstageClient(api.address)
+
+    async def ask() -> str:
+        async with client:
+            return (await client.generate("Hi")).text
+
+    assert asyncio.run(ask()) == "Paris"
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.reason)

@@ -316,5 +316,7 @@ def test_a_server_name_without_tls_is_refused() -> None:
         AccessFlags(tls_name="router.internal").access()
     with pytest.raises(ConfigError, match="needs TLS credentials"):
         TwinstageClient("127.0.0.1:1", server_name="router.internal")
+    with pytest.raises(ConfigError, match="line break"):
+        TwinstageClient("127.0.0.1:1", token="secret\n")
     assert read_settings(RouterSettings, [*named, "--worker-tls"]).worker_access().current().credentials is not None
     assert AccessFlags(tls_name="router.internal", tls=True).access().credentials is not None

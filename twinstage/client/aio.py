@@ -18,7 +18,8 @@ import grpc
 from twinstage.addresses import DEFAULT_PORT, with_default_port
 from twinstage.client import admin_responses, requests, responses
 from twinstage.client.aio_stream import AsyncGenerationStream
-from twinstage.client.channel import CHANNEL_OPTIONS, error_of
+from twinstage.client.aio_stubs import AioStubs
+from twinstage.client.channel import error_of
 from twinstage.client.client import ADMIN_TIMEOUT_S
 from twinstage.client.inputs import ChatInput, GenerationInput, ToolChoiceInput
 from twinstage.client.options import DEFAULT_OPTIONS, Options
@@ -35,21 +36,11 @@ from twinstage.client.results import (
 from twinstage.client.retry import DEFAULT_RETRIES, Attempts
 from twinstage.rpc.access import Access
 from twinstage.types import Tool
-from twinstage.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    embedding_pb2_grpc,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    scoring_pb2_grpc,
-    tokenizer_pb2,
-    tokenizer_pb2_grpc,
-)
+from twinstage.v1 import admin_pb2, model_pb2, tokenizer_pb2
 
 
 class AsyncTwinstageClient(AsyncPoolingCalls):
-    """A connection to a router at `address` ("host:port", by default port 50051), for one event loop."""
+    """A connection to a router at `address` ("host:port", port 50051 by default), in the loop of its first call."""
 
     def __init__(
         self,
@@ -67,26 +58,17 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
         """
         self._retries = retries
         self.address = with_default_port(address, DEFAULT_PORT)
-        access = Access(credentials=credentials, token=token, server_name=server_name)
-        self._channel = access.open_aio(self.address, CHANNEL_OPTIONS)
-        # The generated stubs are typed for blocking channels.
-        channel: Any = access.authorized(self._channel)
-        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-        self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
-        self._scoring: Any = scoring_pb2_grpc.ScoringServiceStub(channel)
-        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
-        self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        self._stubs = AioStubs(self.address, Access(credentials=credentials, token=token, server_name=server_name))
 
     async def generate(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> Generation:
         """Continue one prompt or a batch of them."""
         request = requests.generate_request(prompt, options)
-        return responses.generation(await self._call(self._generation.Generate, request, options.timeout_s))
+        return responses.generation(await self._call(self._stubs.generation.Generate, request, options.timeout_s))
 
     def generate_stream(self, prompt: GenerationInput, options: Options = DEFAULT_OPTIONS) -> AsyncGenerationStream:
         """Continue a prompt; text comes as it is generated."""
         request = requests.generate_request(prompt, options)
-        return self._stream(self._generation.GenerateStream, request, options.timeout_s)
+        return self._stream(self._stubs.generation.GenerateStream, request, options.timeout_s)
 
     async def chat(
         self,
@@ -101,7 +83,7 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
         `tools` may be called, as `tool_choice` has it: "auto", "none", "required", or a `ToolChoice` of one of them.
         """
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
-        return responses.chat(await self._call(self._generation.Chat, request, options.timeout_s))
+        return responses.chat(await self._call(self._stubs.generation.Chat, request, options.timeout_s))
 
     def chat_stream(
         self,
@@ -113,40 +95,40 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
     ) -> AsyncGenerationStream:
         """Answer a conversation; text, reasoning and tool calls come as they are generated."""
         request = requests.chat_request(conversation, options, tools=tools, tool_choice=tool_choice)
-        return self._stream(self._generation.ChatStream, request, options.timeout_s)
+        return self._stream(self._stubs.generation.ChatStream, request, options.timeout_s)
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, as a prompt would have them."""
         request = tokenizer_pb2.TokenizeRequest(text=text, model=model, add_special_tokens=add_special_tokens)
-        return tuple((await self._call(self._tokenizer.Tokenize, request)).token_ids)
+        return tuple((await self._call(self._stubs.tokenizer.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         request = requests.detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
-        return str((await self._call(self._tokenizer.Detokenize, request)).text)
+        return str((await self._call(self._stubs.tokenizer.Detokenize, request)).text)
 
     async def render_chat(self, conversation: ChatInput, *, model: str = "") -> RenderedChat:
         """The exact prompt that `chat` would use, as text and as token ids."""
         request = requests.render_request(conversation, model)
-        return responses.rendered(await self._call(self._tokenizer.RenderChat, request))
+        return responses.rendered(await self._call(self._stubs.tokenizer.RenderChat, request))
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served."""
-        response = await self._call(self._models.ListModels, model_pb2.ListModelsRequest())
+        response = await self._call(self._stubs.models.ListModels, model_pb2.ListModelsRequest())
         return tuple(map(responses.model, response.models))
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that the router knows."""
-        response = await self._call(self._admin.ListWorkers, admin_pb2.ListWorkersRequest())
+        response = await self._call(self._stubs.admin.ListWorkers, admin_pb2.ListWorkersRequest())
         return tuple(map(responses.worker, response.workers))
 
     async def load(self) -> Load:
         """How much there is to do now."""
-        return admin_responses.load((await self._call(self._admin.GetLoad, admin_pb2.GetLoadRequest())).load)
+        return admin_responses.load((await self._call(self._stubs.admin.GetLoad, admin_pb2.GetLoadRequest())).load)
 
     async def watch_load(self, *, interval_s: float = 1.0) -> AsyncGenerator[Load, None]:
         """The load, at once and then every interval. Closing the generator ends it."""
-        call = self._admin.WatchLoad(requests.watch_load_request(interval_s))
+        call = self._stubs.admin.WatchLoad(requests.watch_load_request(interval_s))
         try:
             async for response in call:
                 yield admin_responses.load(response.load)
@@ -158,16 +140,16 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
     async def trace(self, request_id: str) -> Trace:
         """What happened to a request, and when. Raises NotFound."""
         request = admin_pb2.GetTraceRequest(request_id=request_id)
-        return admin_responses.trace((await self._call(self._admin.GetTrace, request)).trace)
+        return admin_responses.trace((await self._call(self._stubs.admin.GetTrace, request)).trace)
 
     async def abort(self, request_id: str) -> None:
         """End a request of anybody; its answer ends with what there is. Raises NotFound."""
-        await self._call(self._admin.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id))
+        await self._call(self._stubs.admin.AbortRequest, admin_pb2.AbortRequestRequest(request_id=request_id))
 
     async def reset_prefix_cache(self, *, model: str = "", worker_id: str = "") -> tuple[PrefixCacheReset, ...]:
         """Let all workers forget earlier prompts and answers, or those of one model, or one worker."""
         request = admin_pb2.ResetPrefixCacheRequest(model=model, worker_id=worker_id)
-        response = await self._call(self._admin.ResetPrefixCache, request)
+        response = await self._call(self._stubs.admin.ResetPrefixCache, request)
         return tuple(map(responses.prefix_cache_reset, response.workers))
 
     async def drain_worker(self, worker_id: str, *, wait: bool = False, timeout_s: float | None = None) -> WorkerInfo:
@@ -177,12 +159,12 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
         """
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, wait=wait)
         timeout_s = timeout_s if wait else timeout_s or ADMIN_TIMEOUT_S
-        return responses.worker((await self._call(self._admin.DrainWorker, request, timeout_s)).worker)
+        return responses.worker((await self._call(self._stubs.admin.DrainWorker, request, timeout_s)).worker)
 
     async def undrain_worker(self, worker_id: str) -> WorkerInfo:
         """Let a draining worker take requests again."""
         request = admin_pb2.UndrainWorkerRequest(worker_id=worker_id)
-        return responses.worker((await self._call(self._admin.UndrainWorker, request)).worker)
+        return responses.worker((await self._call(self._stubs.admin.UndrainWorker, request)).worker)
 
     async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float | None = ADMIN_TIMEOUT_S) -> Any:
         """One unary call, made again as its status says."""
@@ -202,7 +184,7 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
 
     async def close(self) -> None:
         """End the connection and every call on it."""
-        await self._channel.close(None)
+        await self._stubs.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
@@ -30,8 +31,16 @@ class AsyncGenerationStream:
         self._begin()
 
     def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._call = self._start(self._attempts.timeout_s)
         self._events = aiter(self._call)
+
+    def __del__(self) -> None:
+        """Cancel what nobody can read any more, as gRPC itself does only with blocking calls."""
+        call = getattr(self, "_call", None)
+        if call is not None and not call.done():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and all is over
+                self._loop.call_soon_threadsafe(call.cancel)
 
     @property
     def prompt_info(self) -> PromptInfo | None:

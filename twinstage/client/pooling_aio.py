@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from twinstage.client import requests, responses, scoring
+from twinstage.client.aio_stubs import AioStubs
 from twinstage.client.channel import error_of
 from twinstage.client.encodings import (
     EncodeStream,
@@ -27,8 +28,7 @@ class AsyncPoolingCalls:
     """Part of `AsyncTwinstageClient`, which has the connection."""
 
     address: str
-    _embedding: Any
-    _scoring: Any
+    _stubs: AioStubs
     _call: Callable[..., Any]
 
     async def encode(
@@ -52,7 +52,7 @@ class AsyncPoolingCalls:
             task=task, truncation=truncation, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
         )
         request = encode_request(inputs, own, model=model, parameters=parameters)
-        return encodings(await self._call(self._embedding.Encode, request, timeout_s))
+        return encodings(await self._call(self._stubs.embedding.Encode, request, timeout_s))
 
     async def encode_stream(
         self,
@@ -74,7 +74,7 @@ class AsyncPoolingCalls:
             task=task, truncation=truncation, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
         )
         stream = EncodeStream(own, model=model)
-        call = self._embedding.EncodeStream(stream.async_requests(inputs), timeout=timeout_s)
+        call = self._stubs.embedding.EncodeStream(stream.async_requests(inputs), timeout=timeout_s)
         try:
             async for response in call:
                 if (result := stream.result(response)) is not None:
@@ -105,7 +105,7 @@ class AsyncPoolingCalls:
             truncation=truncation or Truncation(),
             prompt_name=prompt_name,
         )
-        return responses.embeddings(await self._call(self._embedding.Embed, request, timeout_s))
+        return responses.embeddings(await self._call(self._stubs.embedding.Embed, request, timeout_s))
 
     async def embed_stream(
         self,
@@ -147,7 +147,7 @@ class AsyncPoolingCalls:
     ) -> Scores:
         """How well each document answers the query, or each its own."""
         request = scoring.score_request(queries, documents, model=model, truncation=truncation)
-        return scoring.scores(await self._call(self._scoring.Score, request, timeout_s))
+        return scoring.scores(await self._call(self._stubs.scoring.Score, request, timeout_s))
 
     async def rerank(
         self,
@@ -161,4 +161,4 @@ class AsyncPoolingCalls:
     ) -> Ranking:
         """The `top_n` documents (None: all) that answer the query best, best first."""
         request = scoring.rerank_request(query, documents, top_n=top_n, model=model, truncation=truncation)
-        return scoring.ranking(await self._call(self._scoring.Rerank, request, timeout_s))
+        return scoring.ranking(await self._call(self._stubs.scoring.Rerank, request, timeout_s))

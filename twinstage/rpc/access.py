@@ -23,7 +23,7 @@ class Access:
     """What a channel shows to the server. `server_name` is the name in its certificate where it is not the address's.
 
     Raises ConfigError for a name without credentials: whoever names a server means to be sure of it, and would be
-    called in plain text.
+    called in plain text; and for a token that no metadata can carry.
     The token travels in the metadata of every call: without TLS, whoever can read the network can read it.
     """
 
@@ -34,6 +34,8 @@ class Access:
     def __post_init__(self) -> None:
         if self.server_name and self.credentials is None:
             raise ConfigError(f"the server name {self.server_name!r} is in a certificate, so it needs TLS credentials")
+        if not self.token.isascii() or (self.token and not self.token.isprintable()):
+            raise ConfigError("the token must be printable ASCII characters: has it a line break at its end?")
 
     def open_aio(self, address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel for asyncio, without the token; see `authorized`."""
