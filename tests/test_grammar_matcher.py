@@ -93,7 +93,7 @@ def _check_mask(matcher: SequenceMatcher) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_choices(backend: GrammarBackend) -> None:
-    choices = ("ab", "abc", 'x"y\\', "größer")
+    choices = ("ab", "abc", 'x"y\\', "größer", "\x00\n\x7f\x85\u2028")
     for choice in choices:
         matcher = matcher_of(ConstraintForm.CHOICE, "", *choices, backend=backend)
         assert feed(matcher, choice)

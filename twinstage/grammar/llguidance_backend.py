@@ -112,4 +112,5 @@ def _grammar_of(constraint: Constraint) -> str:
 
 def _lark_of_choices(choices: Sequence[str]) -> str:
     """One terminal, so that all choices together are one automaton."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
+    return "start: CHOICE\nCHOICE: " + " | ".join(texts)  # Lark's texts have no control characters
