@@ -124,21 +124,7 @@ class Arrivals:
         key = RequestId(f"{spec.request_id}#{transfer_id:x}")
 
         def use(table: BlockTable) -> DecodeRequest:
-            lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
-            grant = make_grant(
-                table,
-                self._description,
-                num_blocks=self._parts.layout.blocks_for(num_handed_over(spec)),
-                transfer_id=transfer_id,
-                endpoints=self._receiver.endpoints,
-                lease_s=lease_s,
-            )
-            self._receiver.expect(grant)  # raises before anything else knows of the grant
-            lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
-            request = DecodeRequest(
-                key=key, spec=spec, session=session, table=table, grant=grant, lease=lease, deadline_s=deadline_s
-            )
-            self._requests.enter(request)
+            request = self._grant(table, key, spec, session, transfer_id=transfer_id, deadline_s=deadline_s)
             self._intake.open(transfer_id, OpenGrant(key=key, spec=spec, table=table, hashes=hashes, matcher=matcher))
             return request
 
@@ -151,6 +137,34 @@ class Arrivals:
             priority=spec.priority,
         )
         return await self._reservations.take(wish, use, timeout_s=deadline_s - time.monotonic())
+
+    def _grant(
+        self,
+        table: BlockTable,
+        key: RequestId,
+        spec: SequenceSpec,
+        session: Session,
+        *,
+        transfer_id: int,
+        deadline_s: float,
+    ) -> DecodeRequest:
+        """Give the right to fill `table`, and enter the request that waits for it."""
+        lease_s = min(max(deadline_s - time.monotonic(), 0.0), MAX_LEASE_S)
+        grant = make_grant(
+            table,
+            self._description,
+            num_blocks=self._parts.layout.blocks_for(num_handed_over(spec)),
+            transfer_id=transfer_id,
+            endpoints=self._receiver.endpoints,
+            lease_s=lease_s,
+        )
+        self._receiver.expect(grant)  # raises before anything else knows of the grant
+        lease = self._loop.call_later(lease_s, self._lease_ended, transfer_id)
+        request = DecodeRequest(
+            key=key, spec=spec, session=session, table=table, grant=grant, lease=lease, deadline_s=deadline_s
+        )
+        self._requests.enter(request)
+        return request
 
     def serve(self) -> None:
         """Give blocks to those who wait, as far as the pool allows."""

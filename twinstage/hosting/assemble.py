@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from twinstage.engine.core import EngineCore
-from twinstage.engine.open_speculation import Target, open_speculation
+from twinstage.engine.open_speculation import OpenSpeculation, Target, open_speculation
 from twinstage.engine.output import EngineConfig
-from twinstage.engine.runner import choose_runner
+from twinstage.engine.runner import ChosenRunner, choose_runner
 from twinstage.engine.speculation import SpeculationOptions
 from twinstage.errors import ConfigError, TaskNotSupported
 from twinstage.grammar.compiled import CompiledGrammars
@@ -95,9 +95,41 @@ def build_engine(
     speculation: SpeculationOptions | None = None,
 ) -> tuple[EngineParts, WorkerDescription]:
     """Load a generative model and build its engine. Raises ConfigError or ModelError."""
+    model = _load_generator(settings, found)
+    layout = model.kv_layout(settings.block_size)
+    memory = BlockMemory.create(num_blocks=_num_blocks(settings, layout), block_bytes=layout.block_bytes)
+    chosen = choose_runner(
+        model, layout, memory, deterministic=settings.deterministic, chunk_size=settings.max_tokens_per_step
+    )
+    if chosen.numerics:
+        logger.info("deterministic", numerics=chosen.numerics)
+    config = _engine_config(
+        settings,
+        chosen,
+        role=role,
+        max_model_len=_servable_length(model.max_model_len, layout, memory.num_blocks),
+    )
+    guesses = None
+    if speculation is not None:
+        guesses = open_speculation(speculation, _target(settings, found, model, config))
+    parts = _assemble(settings, found, chosen, config, layout=layout, memory=memory, guesses=guesses)
+    description = _describe(
+        settings,
+        found,
+        role=role,
+        protocol_version=protocol_version,
+        max_model_len=config.max_model_len,
+        layout=layout,
+        num_blocks=memory.num_blocks,
+        numerics=chosen.numerics,
+    )
+    return replace(parts, end_model=model.close), description
+
+
+def _load_generator(settings: WorkerSettings, found: FoundModel) -> PagedModel | FusedModel:
     if settings.dtype != "float32":
         raise ConfigError(f"--dtype {settings.dtype} is for embedding models; {found.resolved.name} generates")
-    model = load_chosen(
+    return load_chosen(
         found.resolved,
         weights=settings.weights,
         cache_directory=settings.cache_directory,
@@ -107,21 +139,10 @@ def build_engine(
         threads=settings.compute_threads,
         progress=report_progress,
     )
-    layout = model.kv_layout(settings.block_size)
-    num_blocks = _num_blocks(settings, layout)
-    pool = BlockPool(num_blocks)
-    memory = BlockMemory.create(num_blocks=num_blocks, block_bytes=layout.block_bytes)
-    chosen = choose_runner(
-        model,
-        layout,
-        memory,
-        deterministic=settings.deterministic,
-        chunk_size=settings.max_tokens_per_step,
-    )
-    if chosen.numerics:
-        logger.info("deterministic", numerics=chosen.numerics)
-    max_model_len = _servable_length(model.max_model_len, layout, num_blocks)
-    config = EngineConfig(
+
+
+def _engine_config(settings: WorkerSettings, chosen: ChosenRunner, *, role: Role, max_model_len: int) -> EngineConfig:
+    return EngineConfig(
         max_num_sequences=settings.max_num_sequences,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_model_len=max_model_len,
@@ -129,33 +150,31 @@ def build_engine(
         hold_after_first_token=role is Role.PREFILL,
         fixed_passes=chosen.fixed_passes,
     )
+
+
+def _assemble(
+    settings: WorkerSettings,
+    found: FoundModel,
+    chosen: ChosenRunner,
+    config: EngineConfig,
+    *,
+    layout: KvLayout,
+    memory: BlockMemory,
+    guesses: OpenSpeculation | None,
+) -> EngineParts:
+    """An engine over `memory`, with its pool and its prefix cache. Ending the model is left to the caller."""
+    pool = BlockPool(memory.num_blocks)
     hasher = PrefixHasher(layout.fingerprint, block_size=layout.block_size) if settings.prefix_cache else None
-    guesses = None
-    if speculation is not None:
-        guesses = open_speculation(speculation, _target(settings, found, model, config))
-    core = EngineCore(
-        chosen.runner, pool, config, hasher=hasher, speculation=guesses.speculation if guesses is not None else None
-    )
-    description = _describe(
-        settings,
-        found,
-        role=role,
-        protocol_version=protocol_version,
-        max_model_len=max_model_len,
-        layout=layout,
-        num_blocks=num_blocks,
-        numerics=chosen.numerics,
-    )
+    speculation = guesses.speculation if guesses is not None else None
     parts = EngineParts(
-        core=core,
+        core=EngineCore(chosen.runner, pool, config, hasher=hasher, speculation=speculation),
         pool=pool,
         layout=layout,
         memory=memory,
         hasher=hasher,
         grammars=CompiledGrammars(found.bundle),
-        end_model=model.close,
     )
-    return parts if guesses is None else replace(parts, end_speculation=guesses.close), description
+    return parts if guesses is None else replace(parts, end_speculation=guesses.close)
 
 
 def _target(
