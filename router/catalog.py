@@ -40,8 +40,8 @@ def check_can_do(model: ServedModel, work: Work) -> None:
         raise TaskNotSupported(f"model {model.name!r} cannot {work.value}; choose another model")
 
 
-def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | None) -> ServedModel:
-    """The model of that name that can do `work`; an empty name means the only one that can.
+def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | None, field: str = "model") -> ServedModel:
+    """The model of that name that can do `work`; an empty name means the only one that can. `field` has the name.
 
     Raises NotFound, TaskNotSupported, InvalidRequest (the name is needed), NoWorker (no model was announced yet).
     """
@@ -60,7 +60,7 @@ def find_model(models: Mapping[str, ServedModel], name: str, *, work: Work | Non
     if len(able) == 1:
         return next(iter(able.values()))
     if able:
-        raise InvalidRequest([FieldViolation("model", f"several models are served; name one of {_names(able)}")])
+        raise InvalidRequest([FieldViolation(field, f"several models are served; name one of {_names(able)}")])
     if models and work is not None:
         raise TaskNotSupported(f"no model that can {work.value} is served; served: {_names(models)}")
     raise NoWorker("no worker has announced a model yet; try again")

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from harness import ProcessCluster
+from random_requests.cases import spare_xgrammar
 from random_requests.run import ALL_METHODS, draw, methods_of, send_all
 
 pytestmark = pytest.mark.xdist_group("tiny")
@@ -18,6 +19,8 @@ def test_random_requests_are_answered_and_leave_nothing_behind(tiny_cluster: Pro
     tiny_cluster.wait_idle()
     found = draw(REQUESTS, seed_number=1)
     assert methods_of(found) == ALL_METHODS
+    for case in found:
+        spare_xgrammar(case)
     report = asyncio.run(send_all(tiny_cluster.address, found))
     assert not report.problems, "\n".join(report.problems)
     assert sum(report.codes.values()) == len(found) >= REQUESTS

@@ -48,6 +48,8 @@ async def test_models_workers_and_server_info() -> None:
         assert [(model.name, model.ready) for model in models] == [("embedder", True), ("fake", True)]
         model = (await stub.GetModel(model_pb2.GetModelRequest(name="fake"))).model
         assert (model.prefill_workers, model.decode_workers, model.max_model_len) == (1, 1, 64)
+        error = await failing(stub.GetModel(model_pb2.GetModelRequest()))  # of two models
+        assert [violation.field for violation in details(error)["BadRequest"].field_violations] == ["name"]
         error = await failing(stub.GetModel(model_pb2.GetModelRequest(name="other")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         workers = (await service.admin.ListWorkers(admin_pb2.ListWorkersRequest())).workers

@@ -32,7 +32,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetModelRequest, context: Any
     ) -> model_pb2.GetModelResponse:
         check_model_name(request.name, field="name")
-        model = find_model(self._workers.models, request.name, work=None)
+        model = find_model(self._workers.models, request.name, work=None, field="name")
         return model_pb2.GetModelResponse(model=self._to_proto(model))
 
     def _to_proto(self, model: ServedModel) -> model_pb2.Model:

@@ -13,7 +13,7 @@ import grpc
 from harness import ProcessCluster
 from random_requests.run import draw, send_all
 from tiny_models import make_tiny_llama
-from twinstage.v1 import generation_pb2, generation_pb2_grpc
+from twinstage.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 
 def main() -> int:
@@ -26,9 +26,12 @@ def main() -> int:
         model = str(make_tiny_llama(Path(directory) / "tiny"))
         with ProcessCluster(Path(directory)) as cluster:
             embedding = cluster.launch_worker("prefill", "demo-embedding")
-            cluster.start_workers(model, decode=2, flags=("--weights", "fp32", "--kv-cache-bytes", "8MiB"))
-            cluster.wait_ready(embedding)
+            flags = ("--weights", "fp32", "--kv-cache-bytes", "8MiB")
+            cluster.start_workers(model, decode=1, flags=flags)
+            guessing = cluster.launch_worker("decode", model, *flags, "--speculative", "ngram")
+            cluster.wait_ready(embedding, guessing)
             cluster.start_router("--trust-request-chat-template", "--tool-parser", "hermes")
+            _start_xgrammar(cluster)
             before = _answer(cluster)
             report = asyncio.run(send_all(cluster.address, found))
             print(f"random requests, seed {arguments.seed}: {report}")
@@ -39,6 +42,19 @@ def main() -> int:
             assert not any(worker.leaked_kv_blocks for worker in cluster.workers()), "blocks leaked"
     print(f"random requests: {len(report.problems)} problems; all KV blocks are free")
     return 1 if report.problems else 0
+
+
+def _start_xgrammar(cluster: ProcessCluster) -> None:
+    """Its first grammar starts a process at the router and at each worker: more than a minute on a busy machine."""
+    request = generation_pb2.GenerateRequest(
+        prompt="Hello",
+        stopping={"max_tokens": 64},
+        structured_output={"grammar": 'root ::= [a-z] root | "."', "backend": common_pb2.GRAMMAR_BACKEND_XGRAMMAR},
+    )
+    with cluster.channel() as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for call in [stub.Generate.future(request, timeout=300) for _ in range(4)]:
+            call.result()
 
 
 def _answer(cluster: ProcessCluster) -> str:

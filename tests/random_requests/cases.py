@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 from hypothesis import strategies as st
 
 from fuzz.messages import messages, set_field
@@ -107,10 +109,28 @@ def _spoil(draw: st.DrawFn, message: Message) -> None:
         set_field(draw, message, field, 1)
 
 
+def spare_xgrammar(case: Case) -> None:
+    """Have the case ask for llguidance instead, as the first grammar of xgrammar costs each worker seconds."""
+    for request in case.requests:
+        if "structured_output" in request.DESCRIPTOR.fields_by_name and request.HasField("structured_output"):
+            _spare_xgrammar(request.structured_output)
+
+
+def _spare_xgrammar(output: common_pb2.StructuredOutput) -> None:
+    if output.backend == common_pb2.GRAMMAR_BACKEND_XGRAMMAR or output.structural_tag or "::=" in output.grammar:
+        output.backend = common_pb2.GRAMMAR_BACKEND_LLGUIDANCE
+    if output.reasoning.HasField("constraint"):
+        _spare_xgrammar(output.reasoning.constraint)
+
+
 # --- right requests --------------------------------------------------------------------------------------
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x1F700), min_size=1, max_size=40)
 _TOKEN = st.integers(0, VOCABULARY_SIZE - 1)
+_TAG = (
+    '{"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}}'
+)
+_KWARGS = ({}, {"enable_thinking": False}, {"custom": [1.0, None, "x"]})
 _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "TokenIds.ids": st.lists(_TOKEN, min_size=1, max_size=40),
     "SamplingOptions.n": st.integers(1, 3),
@@ -136,12 +156,7 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "StructuredOutput.json_object": st.just(True),
     "StructuredOutput.regex": st.sampled_from(("[ab]{1,4}", "(yes|no)")),
     "StructuredOutput.grammar": st.just('start: "a" | "b"'),
-    # Nothing of xgrammar's: its first grammar imports PyTorch on each worker, most of the time of a short run. It has
-    # tests of its own.
-    "StructuredOutput.structural_tag": st.just("{}"),
-    "StructuredOutput.backend": st.sampled_from(
-        (common_pb2.GRAMMAR_BACKEND_UNSPECIFIED, common_pb2.GRAMMAR_BACKEND_LLGUIDANCE)
-    ),
+    "StructuredOutput.structural_tag": st.sampled_from((_TAG, "{}")),
     "ReasoningConstraint.end": st.sampled_from(("<|im_start|>", "<|endoftext|>")),
     "ChoiceConstraint.values": st.just(["yes", "no"]),
     "GenerateRequest.prompt": _TEXT,
@@ -155,6 +170,8 @@ _GOOD: dict[str, st.SearchStrategy[Any]] = {
     "RenderChatRequest.tools": st.integers(1, 1),
     "Tool.name": st.sampled_from(("search", "add")),
     "Tool.parameters": st.just('{"type": "object"}'),
+    "ToolChoice.function": st.sampled_from(("search", "add")),
+    "*.chat_template_kwargs": st.sampled_from(_KWARGS).map(lambda values: json_format.ParseDict(values, Struct())),
     "*.reasoning_effort": st.sampled_from(("none", "low", "high")),
     "*.text": _TEXT,
     "EmbedRequest.texts": st.lists(_TEXT, min_size=1, max_size=3),
@@ -188,14 +205,12 @@ _NEVER = frozenset(
     {
         "*.model",
         "*.chat_template",
-        "*.chat_template_kwargs",
         "*.worker_id",
         "*.tool_calls",
         "*.tool_call_id",
-        "*.tool_choice",
+        "*.tool_choice",  # but for those with tools
         "ChatMessage.reasoning",
         "*.add_generation_prompt",
-        "*.continue_final_message",
     }
 )
 
@@ -212,6 +227,10 @@ def _good(draw: st.DrawFn, descriptor: Descriptor) -> Message:
         wanted = _names(field, _ALWAYS) or draw(st.integers(0, 3)) == 0
         if not in_real_oneof and wanted and not _names(field, _NEVER):
             _set(draw, message, field)
+    if "tool_choice" in descriptor.fields_by_name and message.tools and draw(st.booleans()):
+        _set(draw, message, descriptor.fields_by_name["tool_choice"])
+        if message.tool_choice.function:
+            message.tool_choice.function = message.tools[0].name
     return message
 
 

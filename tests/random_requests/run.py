@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from random_requests.cases import GENERATING, METHODS, Case, Method, calls_of
+from random_requests.details import missing_details
 from twinstage.v1 import generation_pb2
 
 CALLERS = 24  # at once
@@ -110,7 +112,7 @@ async def send_all(address: str, found: Sequence[Case], *, problems_at_most: int
 async def _judge(channel: grpc.aio.Channel, case: Case, report: Report) -> None:
     try:
         async with asyncio.timeout(HANG_S):
-            code, words, answers = await _send(channel, case)
+            code, words, trailing, answers = await _send(channel, case)
     except TimeoutError:
         report.problems.append(f"no answer within {HANG_S:.0f} s: {_tell(case)}")
         return
@@ -118,14 +120,18 @@ async def _judge(channel: grpc.aio.Channel, case: Case, report: Report) -> None:
     expected = ANSWERS | ({grpc.StatusCode.DEADLINE_EXCEEDED} if case.deadline_s is not None else frozenset())
     if code not in expected:
         report.problems.append(f"{code.name} ({words}): {_tell(case)}")
+    for problem in missing_details(code, words, trailing, METHOD_OF[case.path].request.DESCRIPTOR):
+        report.problems.append(f"{code.name} ({words}) with {problem}: {_tell(case)}")
     if code is grpc.StatusCode.OK and case.method in GENERATING:
         report.served += 1
         if case.method in _RESPONSES and not _is_complete(case.method, answers):
             report.problems.append(f"a stream without its one summary at the end: {_tell(case)}")
 
 
-async def _send(channel: grpc.aio.Channel, case: Case) -> tuple[grpc.StatusCode, str, list[bytes]]:
-    """Code, words and answers; every kind of method is a stream on the wire."""
+async def _send(
+    channel: grpc.aio.Channel, case: Case
+) -> tuple[grpc.StatusCode, str, list[tuple[str, Any]], list[bytes]]:
+    """Code, words, trailing metadata and answers; every kind of method is a stream on the wire."""
     call = channel.stream_stream(case.path)(_serialized(case.requests), timeout=case.deadline_s)
     leaving = None
     if case.leaves_after_s is not None:
@@ -144,7 +150,7 @@ async def _send(channel: grpc.aio.Channel, case: Case) -> tuple[grpc.StatusCode,
     code, words = await call.code(), await call.details() or ""
     if words == NOT_BEGUN and case.deadline_s is not None:
         code = grpc.StatusCode.DEADLINE_EXCEEDED
-    return code, words, answers
+    return code, words, list(await call.trailing_metadata() or ()), answers
 
 
 async def _serialized(requests: Iterable[Message]) -> AsyncIterator[bytes]:
@@ -168,4 +174,5 @@ def methods_of(found: Iterable[Case]) -> set[str]:
     return {case.path for case in found}
 
 
-ALL_METHODS = {method.path for method in METHODS}
+METHOD_OF = {method.path: method for method in METHODS}
+ALL_METHODS = set(METHOD_OF)
