@@ -326,7 +326,9 @@ class RequestLoad(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     live: _builtins.int
-    """In progress."""
+    """In progress. A call of several prompts or choices counts as those of it that are computed at once, but as a quarter
+    of max_live at most.
+    """
     max_live: _builtins.int
     """In progress at most; more wait."""
     queued: _builtins.int
