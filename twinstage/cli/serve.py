@@ -36,6 +36,7 @@ def _announce(cluster: Cluster) -> None:
     print(f"serving on {cluster.address}")
     security = cluster.config.security
     how = " --tls-ca CA_FILE" if security.tls_certificate is not None else ""
+    how += " --tls-certificate FILE --tls-key FILE" if security.tls_client_ca is not None else ""
     how += " --token-file FILE" if security.tokens_file is not None else ""
     if any(model.task is Task.GENERATE for model in cluster.models):
         print(f'try: twinstage chat "What is the capital of France?" --address {cluster.address}{how}')
