@@ -42,7 +42,8 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
 FROM python:3.11-slim
 RUN useradd --create-home --uid 10001 twinstage && mkdir /cache && chown twinstage /cache
 COPY --from=build /opt/twinstage /opt/twinstage
-ENV PATH=/opt/twinstage/bin:$PATH PYTHONUNBUFFERED=1 TWINSTAGE_CACHE=/cache
+# The root file system may be read-only: what is downloaded and what is made of it go into the volume.
+ENV PATH=/opt/twinstage/bin:$PATH PYTHONUNBUFFERED=1 TWINSTAGE_CACHE=/cache HF_HOME=/cache/huggingface
 USER twinstage
 VOLUME /cache
 WORKDIR /home/twinstage

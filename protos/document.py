@@ -23,6 +23,7 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 from grpc_tools import protoc
+from guide import guide
 
 PROTOS = Path(__file__).resolve().parent
 PUBLIC = PROTOS / "twinstage" / "v1"
@@ -96,6 +97,8 @@ def _homes(sources: list[Source]) -> dict[str, str]:
 def _index(sources: list[Source]) -> Iterator[str]:
     yield "# The API, call by call\n\n"
     yield "Written by `make protos` from `protos/twinstage/v1`, whose comments say the same. Package `twinstage.v1`.\n"
+    yield "\n"
+    yield from guide()
     for source in sources:
         for number, service in enumerate(source.file.service):
             place = (_SERVICES, number)

@@ -39,8 +39,8 @@ class RouterSettings(ProcessSettings):
     listen: str = Field(default="0.0.0.0:50051", description="host:port of the gRPC server; port 0 takes a free one.")
     workers: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="A worker as host:port, or all workers behind a name as dns:///name:port. Repeat the flag, or "
-        "separate by commas.",
+        description="A worker as host:port, or all workers behind a name as dns:///name:port; at least one is needed. "
+        "Repeat the flag, or separate by commas.",
     )
     max_live_requests: int | None = Field(
         default=None,
@@ -139,14 +139,16 @@ class RouterSettings(ProcessSettings):
     )
     worker_tls: bool = Field(default=False, description="Call workers over TLS, with the CAs that gRPC trusts.")
     worker_tls_ca: Path | None = Field(
-        default=None, description="PEM file with the CA certificates of workers; with it, workers are called over TLS."
+        default=None,
+        description="PEM file with the CA certificates of workers; with it, workers are called over TLS, by default "
+        "in plain text.",
     )
     worker_tls_certificate: Path | None = Field(
         default=None, description="PEM file with the certificate chain that this router shows to workers."
     )
     worker_tls_key: Path | None = Field(default=None, description="PEM file with the key of --worker-tls-certificate.")
     worker_tls_name: str = Field(
-        default="", description="Name in the certificates of workers, where it is not the host of their addresses."
+        default="", description="Name in the certificates of workers; by default the host of their addresses."
     )
     worker_secret_file: Path | None = Field(
         default=None, description="File with the secret that workers ask for, of which the first line is sent."

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import pytest
 import typer
+from pydantic import ByteSize
 from typer.testing import CliRunner
 
+from decode_worker.config import DecodeSettings
+from router.config import RouterSettings
 from twinstage.cli.bench_flags import DEFAULT_CONCURRENCY, LoadFlags
-from twinstage.cli.flags import takes_flag_groups
+from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags
+from twinstage.cli.flags import PlainCommand, takes_flag_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class Clash:
 
 
 @takes_flag_groups
-def paint(*, what: Annotated[str, typer.Argument()], sizes: Sizes, colours: Colours) -> None:
+def paint(*, what: Annotated[str, typer.Argument(metavar="WHAT")], sizes: Sizes, colours: Colours) -> None:
     """Paint WHAT."""
     print(what, sizes, colours)
 
@@ -49,13 +54,28 @@ def test_a_command_takes_the_fields_of_its_groups() -> None:
 
 def test_help_says_what_to_write_and_not_how_python_calls_it() -> None:
     app = typer.Typer(rich_markup_mode=None)
-    app.command()(paint)
+    app.command(cls=PlainCommand)(paint)
     lines = [line.split() for line in CliRunner().invoke(app, ["--help"]).output.splitlines()]
-    assert [line[:2] for line in lines if line[:1] in (["--width"], ["--name"], ["--colour"])] == [
+    assert [line[:2] for line in lines if line[:1] in (["--width"], ["--name"], ["--colour"], ["WHAT"])] == [
+        ["WHAT", "[required]"],
         ["--width", "NUMBER"],
         ["--name", "TEXT"],
         ["--colour", "TEXT"],
     ]
+
+
+@pytest.mark.parametrize("group", [ClusterFlags, EngineFlags])
+def test_serve_shows_the_defaults_of_the_processes_that_it_starts(group: type) -> None:
+    fields = DecodeSettings.model_fields | RouterSettings.model_fields
+    hints = get_type_hints(group, include_extras=True)
+    unset = [entry.name for entry in dataclasses.fields(group) if entry.default is None]
+    shown = {name: get_args(hints[name])[1].show_default for name in unset}
+    defaults = {name: fields[name].default for name in unset if name in fields}
+    assert {name: text for name, text in shown.items() if text is not True} == {
+        name: default.human_readable().replace(".0", "") if isinstance(default, ByteSize) else str(default)
+        for name, default in defaults.items()
+        if default not in (None, [])
+    }
 
 
 def test_two_groups_with_the_same_flag_are_refused() -> None:

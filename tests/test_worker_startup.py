@@ -123,7 +123,10 @@ def test_help_names_every_flag() -> None:
         assert f"--{name.replace('_', '-')}" in result.stdout
     # Written for people who do not know Python.
     assert "--threads NUMBER" in result.stdout
-    assert not re.search(r"None|\bstr\b|\bint\b|\bfloat\b|Path\b|ByteSize", result.stdout)
+    text = " ".join(result.stdout.split())
+    assert not re.search(r"None|True|False|\bstr\b|\bint\b|\bfloat\b|Path\b|ByteSize|default: \d+\.0\)", text)
+    assert "Memory for KV blocks, such as 512MiB or 4GiB. (default: 512MiB)" in text
+    assert "is TWINSTAGE_LOG_LEVEL" in text
 
 
 # --- refusals -------------------------------------------------------------------------------------

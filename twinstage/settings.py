@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from twinstage.addresses import split_address
@@ -17,7 +18,11 @@ from twinstage.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
-_NO_DEFAULTS = (" (default: None)", " (default: [])", " (default: {})", " (default: )")
+_DEFAULT = re.compile(r" \(default: (.*)\)$", re.DOTALL)
+_WORDS_FOR_DEFAULTS = {"None": "", "[]": "", "{}": "", "True": "on", "False": "off"}
+_ABOUT_VARIABLES = (
+    "Each flag is an environment variable, too: --log-level is TWINSTAGE_LOG_LEVEL. A flag goes before its variable."
+)
 _WORDS_FOR_TYPES = {
     "str": "TEXT",
     "list[str]": "TEXT",
@@ -44,12 +49,15 @@ class ProcessSettings(BaseSettings):
 
     listen: str = Field(default="0.0.0.0:0", description="host:port of the gRPC server; port 0 takes a free one.")
     tls_certificate: Path | None = Field(
-        default=None, description="PEM file with this server's certificate chain; with it, the port speaks TLS only."
+        default=None,
+        description="PEM file with this server's certificate chain; with it, the port speaks TLS only, and without it "
+        "plain text.",
     )
     tls_key: Path | None = Field(default=None, description="PEM file with the key of --tls-certificate.")
     tls_client_ca: Path | None = Field(
         default=None,
-        description="PEM file with CA certificates; with it, only clients with a certificate of theirs may connect.",
+        description="PEM file with CA certificates; with it, only clients with a certificate of theirs may connect, "
+        "by default all.",
     )
     drain_timeout: float = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM."
@@ -70,6 +78,7 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
     """Read flags, then `TWINSTAGE_*` variables, then defaults. Raises ConfigError that says what is wrong."""
     try:
         source: CliSettingsSource[Settings] = CliSettingsSource(kind, formatter_class=_HelpForPeople)
+        cast(argparse.ArgumentParser, source.root_parser).epilog = _ABOUT_VARIABLES
         return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
         raise ConfigError("; ".join(_violations(error))) from error
@@ -82,12 +91,19 @@ class _HelpForPeople(argparse.RawDescriptionHelpFormatter):
 
     def add_argument(self, action: argparse.Action) -> None:
         """As the base class."""
+        in_bytes = action.metavar == "ByteSize"
         if isinstance(action.metavar, str):
             action.metavar = _WORDS_FOR_TYPES.get(action.metavar, action.metavar)
         if action.help:
-            for shown in _NO_DEFAULTS:
-                action.help = action.help.removesuffix(shown)
+            action.help = _DEFAULT.sub(lambda found: _default_in_words(found[1], in_bytes=in_bytes), action.help)
         super().add_argument(action)
+
+
+def _default_in_words(value: str, *, in_bytes: bool) -> str:
+    """What a person would write for a default, in parentheses; nothing for one that is none."""
+    word = ByteSize(value).human_readable().replace(".0", "") if in_bytes else value.removesuffix(".0")
+    word = _WORDS_FOR_DEFAULTS.get(word, word)
+    return f" (default: {word})" if word else ""
 
 
 def _violations(error: ValidationError) -> list[str]:

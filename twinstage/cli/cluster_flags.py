@@ -19,7 +19,8 @@ class EngineFlags:
     """How workers compute, what they keep and hand over, and what is told of them."""
 
     kv_transports: Annotated[
-        str | None, typer.Option("--kv-transports", help="Ways to hand over KV blocks, best first, such as shm,tcp.")
+        str | None,
+        typer.Option("--kv-transports", show_default="shm,tcp", help="Ways to hand over KV blocks, best first."),
     ] = None
     prefix_cache: Annotated[
         bool,
@@ -31,7 +32,9 @@ class EngineFlags:
     weights: Annotated[
         Literal["stock", "auto", "fp32", "int8"] | None,
         typer.Option(
-            "--weights", help="stock: Transformers' modules; fp32, int8: own kernels; auto: fp32 where possible."
+            "--weights",
+            show_default="auto",
+            help="stock: Transformers' modules; fp32, int8: own kernels; auto: fp32 where possible.",
         ),
     ] = None
     deterministic: Annotated[
@@ -42,7 +45,11 @@ class EngineFlags:
     ] = False
     speculative: Annotated[
         Literal["off", "ngram", "draft_model"] | None,
-        typer.Option("--speculative", help="Guess tokens ahead: from the request itself, or by --draft-model."),
+        typer.Option(
+            "--speculative",
+            show_default="off",
+            help="Guess tokens ahead: from the request itself, or by --draft-model.",
+        ),
     ] = None
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="The model that guesses, with the same tokens as --model.")
@@ -51,13 +58,16 @@ class EngineFlags:
         str | None, typer.Option("--draft-revision", help="Revision of --draft-model, where that is a Hub model.")
     ] = None
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("--num-speculative-tokens", min=1, help="Tokens guessed for one step at most.")
+        int | None,
+        typer.Option("--num-speculative-tokens", min=1, show_default="7", help="Tokens guessed for one step at most."),
     ] = None
     ngram_max: Annotated[
-        int | None, typer.Option("--ngram-max", min=1, help="Latest tokens that ngram looks for at most.")
+        int | None,
+        typer.Option("--ngram-max", min=1, show_default="4", help="Latest tokens that ngram looks for at most."),
     ] = None
     ngram_min: Annotated[
-        int | None, typer.Option("--ngram-min", min=1, help="Latest tokens that ngram looks for at least.")
+        int | None,
+        typer.Option("--ngram-min", min=1, show_default="2", help="Latest tokens that ngram looks for at least."),
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -128,8 +138,9 @@ class ClusterFlags:
         typer.Option(
             "--model",
             metavar="[NAME=]REF",
+            show_default="demo",
             help="Model to serve: a directory, a Hub id, a .gguf file, 'demo' or 'demo-embedding'. Repeatable; NAME "
-            "is what requests call it. An embedding model gets one prefill worker. Default: demo.",
+            "is what requests call it. An embedding model gets one prefill worker.",
         ),
     ] = None
     task: Annotated[
@@ -137,7 +148,8 @@ class ClusterFlags:
         typer.Option(
             "--task",
             metavar="[NAME=]TASK",
-            help="What a model is for, where its files do not tell: generate, embed, score or classify. Repeatable.",
+            show_default="auto",
+            help="What a model is for: generate, embed, score or classify; auto: what its files say. Repeatable.",
         ),
     ] = None
     tokenizer: Annotated[
@@ -165,11 +177,16 @@ class ClusterFlags:
         typer.Option(help="Bind each worker to its share of the cores, unless they are too few or --threads is given."),
     ] = True
     kv_cache_bytes: Annotated[
-        str | None, typer.Option("--kv-cache-bytes", help="Memory for KV blocks of each worker, such as 512MiB.")
+        str | None,
+        typer.Option("--kv-cache-bytes", show_default="512MiB", help="Memory for KV blocks of each worker."),
     ] = None
     kv_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16"] | None,
-        typer.Option("--kv-dtype", help="Number format of keys and values; auto: 16 bits with 8-bit weights."),
+        typer.Option(
+            "--kv-dtype",
+            show_default="auto",
+            help="Number format of keys and values; auto: 16 bits with 8-bit weights, else 32.",
+        ),
     ] = None
     tool_parser: Annotated[
         list[str] | None,
@@ -185,7 +202,9 @@ class ClusterFlags:
     ] = None
     grammar_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"] | None,
-        typer.Option("--grammar-backend", help="Library for grammars of outputs; by default by their form."),
+        typer.Option(
+            "--grammar-backend", show_default="auto", help="Library for grammars of outputs; auto: by their form."
+        ),
     ] = None
     log_directory: Annotated[
         Path | None,

@@ -19,10 +19,21 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from typer.core import TyperArgument, TyperCommand
 from typer.models import OptionInfo
 
 # What to write, for people: Python calls it int range and list[str].
 _WORDS_FOR_TYPES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help says nothing of the Python types of its arguments."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument):
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
 
 
 def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from twinstage.cli.access_flags import AccessFlags
 from twinstage.cli.ask_flags import DEFAULT_ADDRESS, Address, AsJson, AskFlags, Timeout
 from twinstage.cli.bench import bench
 from twinstage.cli.cluster_flags import ClusterFlags, EngineFlags, PortFlags
-from twinstage.cli.flags import takes_flag_groups
+from twinstage.cli.flags import PlainCommand, takes_flag_groups
 from twinstage.cli.pooling import classify, embed, rerank, score
 from twinstage.errors import ConfigError, ModelError, TwinstageError, Unauthenticated
 
@@ -25,23 +26,24 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+_command = partial(app.command, cls=PlainCommand)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def serve(*, cluster: ClusterFlags, port: PortFlags, engine: EngineFlags) -> None:
     """Run a local cluster in the foreground: a router, prefill workers and decode workers.
 
     One Ctrl-C (or SIGTERM) stops all of it, a second one kills it. Everything runs on this machine; for several, start
     `python -m router`, `python -m prefill_worker` and `python -m decode_worker` yourself. Those read what this command
-    has no flag for from their TWINSTAGE_* variables, such as TWINSTAGE_MAX_QUEUE_WAIT.
+    has no flag for from their TWINSTAGE_* variables, such as TWINSTAGE_MAX_QUEUE_WAIT; the --help of each lists them.
     """
     from twinstage.cli import serve as command
 
     command.serve(cluster.config(engine, port.security()), start_timeout_s=engine.start_timeout)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def demo(*, engine: EngineFlags) -> None:
     """Start a cluster on the demo models, ask it a question, search a few texts by their meaning, and stop it."""
@@ -51,7 +53,7 @@ def demo(*, engine: EngineFlags) -> None:
     command.demo(cluster.config(engine), start_timeout_s=engine.start_timeout)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def generate(
     *,
@@ -65,13 +67,13 @@ def generate(
     ask.generate(access.client(flags.address), _text(prompt), options=flags.options(), as_json=flags.as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def chat(
     *,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="Message to answer; - reads it from standard input."),
+        typer.Argument(metavar="PROMPT", help="Message to answer; - reads it from standard input."),
     ] = None,
     system: Annotated[str, typer.Option("--system", help="How the model shall behave.")] = "",
     tools: Annotated[
@@ -97,13 +99,13 @@ def chat(
         ask.chat(client, text, options=flags.options(), system=system, tools=known, as_json=flags.as_json)
 
 
-app.command()(embed)
-app.command()(classify)
-app.command()(score)
-app.command()(rerank)
+_command()(embed)
+_command()(classify)
+_command()(score)
+_command()(rerank)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def workers(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, access: AccessFlags) -> None:
     """List the workers that the router knows, with their load."""
@@ -112,7 +114,7 @@ def workers(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, acce
     ask.workers(access.client(address), as_json=as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def drain(
     *,
@@ -129,7 +131,7 @@ def drain(
     ask.drain(access.client(address), worker, wait=wait, timeout_s=timeout, as_json=as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def undrain(
     *,
@@ -144,7 +146,7 @@ def undrain(
     ask.undrain(access.client(address), worker, as_json=as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def trace(
     *,
@@ -159,7 +161,7 @@ def trace(
     command.show(access.client(address), request, as_json=as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def reset_prefix_cache(
     *,
@@ -175,7 +177,7 @@ def reset_prefix_cache(
     ask.reset_prefix_cache(access.client(address), model=model, worker_id=worker, as_json=as_json)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def models(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, access: AccessFlags) -> None:
     """List the models that are served."""
@@ -184,10 +186,10 @@ def models(*, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False, acces
     ask.models(access.client(address), as_json=as_json)
 
 
-app.command()(bench)
+_command()(bench)
 
 
-@app.command()
+@_command()
 @takes_flag_groups
 def health(
     *,

@@ -53,7 +53,7 @@ class PoolingFlags:
 @takes_flag_groups
 def embed(
     *,
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to embed.")] = None,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to embed.")] = None,
     input: InputFile = None,
     output: OutputFile = None,
     normalize: Annotated[bool, typer.Option("--normalize/--no-normalize", help="Scale vectors to length 1.")] = True,
@@ -88,7 +88,7 @@ def embed(
 @takes_flag_groups
 def classify(
     *,
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to classify.")] = None,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts to classify.")] = None,
     input: InputFile = None,
     output: OutputFile = None,
     flags: PoolingFlags,
@@ -110,8 +110,8 @@ def classify(
 @takes_flag_groups
 def score(
     *,
-    query: Annotated[str, typer.Argument(metavar="[QUERY]", help="What to compare with.")] = "",
-    documents: Annotated[list[str] | None, typer.Argument(metavar="[DOCUMENT]...", help="Documents to score.")] = None,
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="What to compare with.")] = "",
+    documents: Annotated[list[str] | None, typer.Argument(metavar="DOCUMENT", help="Documents to score.")] = None,
     input: Annotated[
         Path | None, typer.Option("--input", help='File of pairs, .jsonl of {"query": ..., "document": ...}.')
     ] = None,
@@ -144,7 +144,7 @@ def score(
 def rerank(
     *,
     query: Query,
-    documents: Annotated[list[str] | None, typer.Argument(metavar="[DOCUMENT]...", help="Documents to sort.")] = None,
+    documents: Annotated[list[str] | None, typer.Argument(metavar="DOCUMENT", help="Documents to sort.")] = None,
     input: Annotated[
         Path | None,
         typer.Option("--input", help='File of documents: a line each, or .jsonl of strings or {"text": ...}.'),

@@ -31,7 +31,7 @@ class WorkerSettings(ProcessSettings):
         description="What the model is used for; auto decides by its files. They do not tell of classifiers with "
         "several labels (classify), nor of rerankers that answer yes or no (score).",
     )
-    revision: str | None = Field(default=None, description="Revision of a Hub model; used as it is.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub model; by default main.")
     tokenizer: Path | None = Field(
         default=None,
         description="Directory with the tokenizer (tokenizer.json, chat template) to use instead of the model's own.",
@@ -48,7 +48,9 @@ class WorkerSettings(ProcessSettings):
         default=None, description="Unique name of this worker; by default role, host name and a random part."
     )
     max_model_len: int | None = Field(
-        default=None, gt=0, description="Longest sequence in tokens; may only lower the model's own limit."
+        default=None,
+        gt=0,
+        description="Longest sequence in tokens; by default the model's own limit, which this may only lower.",
     )
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     kv_cache_bytes: ByteSize = Field(
