@@ -78,7 +78,7 @@ async def test_a_process_that_takes_too_long_is_killed() -> None:
 async def test_verdicts_are_remembered(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     await checks.judge(Raw.regex("ab"), TOKENIZER)
     await refusal(checks, Raw.regex("("))
-    monkeypatch.setattr(checking, "_start", None)
+    monkeypatch.setattr(checking, "start_bare", None)
     for process in checks._compilers.values():
         await process.end()
     await checks.judge(Raw.regex("ab"), TOKENIZER)

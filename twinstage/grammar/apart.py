@@ -19,7 +19,6 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import numpy as np
 
 from twinstage.errors import Overloaded, TaskNotSupported, Unavailable
 from twinstage.grammar.matcher import Mask, refused
+from twinstage.telemetry.children import command_of, module_path
 from twinstage.telemetry.log import get_logger
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.types.constraints import Constraint, GrammarBackend
@@ -102,10 +102,13 @@ class MatchingProcess:
         self.is_lost = False
         self._numbers = itertools.count(1)
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_started:
             for end in theirs:
                 stack.enter_context(end)
+            for end in ours:
+                unless_started.enter_context(end)
             self._child = _start([end.fileno() for end in theirs])
+            unless_started.pop_all()
         self._compiling, self._matching = _Channel(ours[0], COMPILE_TIMEOUT_S), _Channel(ours[1], STEP_TIMEOUT_S)
         self._compiling.later(("prepare", 0, {"bundle": bundle.to_bytes().decode(), "backend": backend.value}))
 
@@ -261,9 +264,12 @@ def _some(end: socket.socket) -> bytearray:
 
 
 def _start(file_numbers: list[int]) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", CHILD, *map(str, file_numbers)]
+    environment = os.environ | module_path() | {"OMP_NUM_THREADS": "1"}
+    command = command_of(CHILD, *map(str, file_numbers))
     nowhere = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, env=environment, pass_fds=file_numbers, stdin=nowhere, stdout=nowhere, stderr=nowhere
-    )
+    try:
+        return subprocess.Popen(
+            command, env=environment, pass_fds=file_numbers, stdin=nowhere, stdout=nowhere, stderr=nowhere
+        )
+    except OSError as error:
+        raise Unavailable(f"no process that matches grammars could be started: {error.strerror or error}") from error

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import signal
 import struct
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import Process
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from twinstage.errors import FieldViolation, InvalidRequest, Overloaded, TaskNotSupported
 from twinstage.grammar.resolve import resolve_constraint
+from twinstage.telemetry.children import start_bare
 from twinstage.telemetry.log import get_logger
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types.constraints import Constraint, GrammarBackend, OutputConstraint, RawStructuredOutput
@@ -30,7 +29,6 @@ _CHECKS_PER_PROCESS = 5000  # should a library leak, it does not leak for ever
 _MAX_TOKENIZERS = 4  # some hundred MiB each, when they are large
 _FRAME = struct.Struct("<I")
 _CHILD = "twinstage.grammar.checking_child"
-_CHILD_ENVIRONMENT = ("LD_LIBRARY_PATH",)  # what Python may need to start
 
 logger = get_logger(__name__)
 
@@ -121,7 +119,7 @@ class _CompilerProcess:
             except TimeoutError:
                 await self.end()
                 raise Overloaded(f"the grammar was not compiled within {self._limits.wall_s:g} s") from None
-            except asyncio.CancelledError:
+            except BaseException:  # what it still answers would be taken for the answer to the next
                 await self.end()
                 raise
 
@@ -161,7 +159,7 @@ class _CompilerProcess:
         has_room = fingerprint in self._known or len(self._known) < _MAX_TOKENIZERS
         if self._process is None or self._process.returncode is not None or not has_room or self._num_checks == 0:
             await self.end()
-            self._process, self._num_checks = await _start(), _CHECKS_PER_PROCESS
+            self._process, self._num_checks = await start_bare(_CHILD), _CHECKS_PER_PROCESS
         self._num_checks -= 1
         return self._process
 
@@ -172,14 +170,6 @@ class _CompilerProcess:
         if exit_code == -signal.SIGPROF:
             return f"takes more than {self._limits.cpu_s:g} s of a processor to compile"
         return f"needs more than {self._limits.memory_bytes} bytes of memory to compile, or breaks the compiler"
-
-
-async def _start() -> Process:
-    environment = {name: os.environ[name] for name in _CHILD_ENVIRONMENT if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", _CHILD, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, cwd="/"
-    )
 
 
 def _key(constraint: Constraint, tokenizer: TextTokenizer) -> str:

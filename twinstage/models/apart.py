@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from twinstage.errors import ConfigError, ModelError, NotFusible
+from twinstage.telemetry.children import command_of, module_path
 from twinstage.telemetry.log import get_logger
 from twinstage.telemetry.process import EXIT_WITH_PARENT
 
@@ -40,8 +41,8 @@ def make_apart(task: str, arguments: Mapping[str, Any], *, what: str, progress: 
     `what` names it in errors. The child ends with this process, whatever ends it. Raises ModelError, NotFusible and
     ConfigError as the task does, and ModelError when the child ends without a word.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), EXIT_WITH_PARENT: "1"}
-    command = [sys.executable, "-P", "-m", _CHILD, task, str(os.getpid())]
+    environment = os.environ | module_path() | {EXIT_WITH_PARENT: "1"}
+    command = command_of(_CHILD, task, str(os.getpid()))
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdin is not None

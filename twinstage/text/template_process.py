@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import Process
 from dataclasses import dataclass
 from typing import Any
 
 from twinstage.errors import FieldViolation, InternalError, InvalidRequest, Overloaded
+from twinstage.telemetry.children import start_bare
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.chat_template import MAX_RENDERED_CHARACTERS, Rendering, finish, prepare
 
@@ -25,7 +24,7 @@ MAX_PENDING_PER_PROCESS = 32
 _MAX_ANSWER_BYTES = 6 * MAX_RENDERED_CHARACTERS + 4096  # a control character takes 6 in JSON, others up to 4
 _PIECE_BYTES = 1024 * 1024
 _CHILD = "twinstage.text.template_child"
-_CHILD_ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")  # what Python may need to start, and strftime_now to tell the time
+_CHILD_ENVIRONMENT = ("TZ",)  # for strftime_now to tell the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +74,11 @@ class TemplateProcesses:
 
 
 async def _ask_process(task: bytes) -> tuple[int, bytes]:
-    """The exit code and the answer of a process that was given `task`. It has ended when this returns or raises."""
-    environment = {name: os.environ[name] for name in _CHILD_ENVIRONMENT if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", _CHILD, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, cwd="/"
-    )
+    """The exit code and the answer of a process that was given `task`. It has ended when this returns or raises.
+
+    Raises Overloaded when there is no room for one.
+    """
+    process = await start_bare(_CHILD, keeps=_CHILD_ENVIRONMENT)
     try:
         answer, _ = await asyncio.gather(_read_answer(process), _write_task(process, task))
         return await _exit_code(process), answer
