@@ -19,6 +19,7 @@ from router.attempt import AttemptFailed, blaming
 from router.embedding_admission import AdmittedInput
 from router.failover import Attempts, FailoverPolicy, Probation, Trial
 from router.placement import Demand, Pair, Refusal, place
+from router.together import run_together
 from router.trace import RequestTrace
 from router.worker_entry import ServedModel, WorkerLife
 from router.workers import WorkerTable
@@ -98,12 +99,8 @@ class BatchEncoder:
                     finish = partial(finish_vector, data, inputs[index])
                     vectors[index] = await asyncio.to_thread(finish) if is_large else finish()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(CALLS_PER_WORKER * max(1, len(call.model.prefill))):
-                    group.create_task(work_off())
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        lanes = CALLS_PER_WORKER * max(1, len(call.model.prefill))
+        await run_together([work_off() for _ in range(lanes)], at_once=lanes)
         return [vectors[index] for index in range(len(inputs))]
 
     async def _encode_batch(self, batch: Sequence[AdmittedInput], call: EncodingCall) -> EncodedBatch:

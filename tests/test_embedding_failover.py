@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 
 from fake_workers import FakePrefill, until
 from router import embedding_stream
-from router.encoder import Vector
+from router.encoder import BatchEncoder, Vector
 from router.gate import Gate
 from router.generation import Deadlines
 from router.quotas import Quotas
+from router.together import run_together
 from served_router import Service, details, failing, serving, vector_of
-from twinstage.errors import Overloaded
-from twinstage.types import RawEncodeRequest, Task
+from twinstage.errors import NoWorker, Overloaded
+from twinstage.types import PoolingTask, RawEncodeRequest, Task
 from twinstage.v1 import embedding_pb2
 
 
@@ -122,3 +123,40 @@ async def test_a_client_may_leave_a_stream_in_the_moment_in_which_its_vectors_co
         await reading
     assert not failures
     assert gate.live == 0
+
+
+async def _work_of_encoder(*work: Coroutine[Any, Any, Any]) -> None:
+    """Have an encoder do this work, as if each piece were a batch."""
+    encoder, left = BatchEncoder.__new__(BatchEncoder), list(work)
+    encoder._encode_batch = lambda *_: left.pop(0)  # type: ignore[method-assign,assignment]
+    entry = SimpleNamespace(task=PoolingTask.EMBED, worker_normalizes=True, token_ids=[1] * 4096)
+    call = SimpleNamespace(model=SimpleNamespace(prefill=("a worker",)))
+    await encoder.encode([entry] * len(work), call)  # type: ignore[list-item,arg-type]
+
+
+@pytest.mark.parametrize("at_once", [_work_of_encoder, lambda *work: run_together(work, at_once=9)])
+async def test_work_that_is_cancelled_while_a_part_of_it_fails_is_cancelled(
+    at_once: Callable[..., Coroutine[Any, Any, Any]],
+) -> None:
+    """Who works in a loop, such as for a stream whose client has gone, would take the failure and go on for ever."""
+    failed, may_end = asyncio.Event(), asyncio.Event()
+
+    async def fails() -> None:
+        failed.set()
+        raise NoWorker("none is left")
+
+    async def takes_its_time_to_end() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await may_end.wait()
+
+    working = asyncio.create_task(at_once(takes_its_time_to_end(), fails()))
+    await failed.wait()
+    await asyncio.sleep(0.01)
+    working.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    with pytest.raises(NoWorker):
+        await at_once(fails(), fails())

@@ -51,12 +51,13 @@ def draw_cases(count: int, *, longest: int, with_xgrammar: bool) -> Iterator[Cas
         structure = structures[number // 4 % len(structures)] if number % 4 == 1 else None
         num_choices = random.choice((1, 1, 1, 1, 2, 3))
         prompts = [_prompt(random, prefixes, longest) for _ in range(random.choice((1, 1, 1, 1, 1, 3)))]
+        num_continuations = num_choices * len(prompts)
         yield Case(
             num_choices=num_choices,
-            observed=random.randrange(num_choices * len(prompts)),
+            observed=random.randrange(num_continuations),
             prompt=prompts[0],
             beside=tuple(prompts[1:]),
-            max_tokens=random.choices(lengths, weights)[0],
+            max_tokens=min(random.choices(lengths, weights)[0], longest // num_continuations),
             ignore_eos=structure is None and random.random() < 0.8,
             sampling=_sampling(random),
             logprobs=random.choice((None, None, None, 0, 2, 5)),

@@ -117,6 +117,8 @@ def _open_call(channel: grpc.aio.Channel, call: Call, answered: AnsweredCase) ->
 
 
 def _take_response(received: Received, response: generation_pb2.GenerateResponse, case: Case) -> None:
+    for part in response.prompt_logprobs:
+        _take_prompt_logprobs(received, part, case)
     for index, result in enumerate(response.results):
         if result.index != index:
             received.disorder.append(f"result {result.index} at place {index}")
@@ -127,8 +129,6 @@ def _take_response(received: Received, response: generation_pb2.GenerateResponse
         received.token_ids += result.token_ids
         received.bits += bits_of_received(result.logprobs)
         received.finishes.append((result.finish_reason, result.matched_stop))
-    for part in response.prompt_logprobs:
-        _take_prompt_logprobs(received, part, case)
     received.usage, received.placement = response.usage, response.placement
     received.num_summaries = 1
 
@@ -136,15 +136,30 @@ def _take_response(received: Received, response: generation_pb2.GenerateResponse
 def _take_prompt_logprobs(received: Received, part: generation_pb2.PromptLogprobs, case: Case) -> None:
     if part.prompt_index != case.observed_prompt:
         return
+    if received.token_ids:
+        received.disorder.append("prompt log probabilities after a token")
     if part.tokens and part.start != 1 + len(received.prompt_bits):
         received.disorder.append(f"prompt log probabilities from {part.start} on after {len(received.prompt_bits)}")
     received.prompt_bits += bits_of_received(part.tokens)
 
 
+def _is_of_another(event: generation_pb2.GenerateStreamResponse, case: Case) -> bool:
+    """Whether an event is that of a continuation, or of a prompt, which is not observed."""
+    match event.WhichOneof("event"):
+        case "delta":
+            return event.delta.index != case.observed
+        case "finished":
+            return event.finished.index != case.observed
+        case "prompt_logprobs":
+            return event.prompt_logprobs.prompt_index != case.observed_prompt
+        case _:
+            return False
+
+
 def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse, case: Case) -> None:
     """Events come as prompt_info, deltas, finished, summary; those of continuations come between one another."""
-    kind, observed = event.WhichOneof("event"), case.observed
-    if (kind == "delta" and event.delta.index != observed) or (kind == "finished" and event.finished.index != observed):
+    kind = event.WhichOneof("event")
+    if _is_of_another(event, case):
         received.num_other_tokens += len(event.delta.token_ids)
         if received.prompt_tokens is None or received.num_summaries:
             received.disorder.append(f"{kind} of another choice at the wrong place")
@@ -157,8 +172,6 @@ def _take_event(received: Received, event: generation_pb2.GenerateStreamResponse
         case "prompt_info":
             received.prompt_tokens = event.prompt_info.prompt_tokens
         case "prompt_logprobs":
-            if received.token_ids:
-                received.disorder.append("prompt log probabilities after a token")
             _take_prompt_logprobs(received, event.prompt_logprobs, case)
         case "delta":
             received.text += event.delta.text
