@@ -155,6 +155,32 @@ def test_prompts_and_what_of_them_is_pooled(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_that_keeps_its_parts_in_folders(tmp_path: Path) -> None:
+    """As sentence-transformers wrote it before version 3, with names of one's own."""
+    pooling = {"pooling_mode": "cls", "include_prompt": False}
+    folder = _embedder(tmp_path, "bert", pooling=pooling, prompts={"query": "The village: "})
+    expected = _stock(folder).encode(TEXTS)
+    fingerprint = resolve_model(str(folder)).fingerprint
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for path in [*folder.glob("token*"), *folder.glob("model*"), folder / "config.json"]:
+        path.rename(inner / path.name)
+    (inner / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 77}))
+    (folder / "1_Pooling").rename(folder / "pool")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"], modules[1]["path"] = "0_Transformer", "pool"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    resolved = resolve_model(str(folder))
+    assert (resolved.task, resolved.fingerprint) == (Task.EMBED, fingerprint)
+    bundle = read_bundle(folder)
+    assert (bundle.max_input_tokens, bundle.pools_prompt, bundle.prompts["query"]) == (77, False, "The village: ")
+    assert load_pooling(resolved).facts.max_model_len == 77
+    np.testing.assert_allclose(_encode(folder, TEXTS, normalize=False), expected, atol=TOLERANCE)
+    (folder / "pool" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    changed = resolve_model(str(folder))
+    assert (changed.fingerprint != fingerprint, read_bundle(folder).pools_prompt) == (True, True)
+
+
 def test_a_vector_per_token(tmp_path: Path) -> None:
     folder = _embedder(tmp_path, "bert")
     expected = _stock(folder).encode(TEXTS, output_value="token_embeddings")
@@ -201,6 +227,26 @@ def test_scores_equal_those_of_cross_encoder(name: str, saved: bool, tmp_path: P
     resolved = resolve_model(str(folder))
     assert resolved.task is Task.SCORE
     np.testing.assert_allclose(_scores(folder, resolved), stock.predict(PAIRS), atol=TOLERANCE)
+
+
+def test_scores_of_a_pooled_vector(tmp_path: Path) -> None:
+    from sentence_transformers.cross_encoder.modules import Dense, Transformer
+    from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+
+    types = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    plain = _write(tmp_path / "plain", CONFIGS["bert"](), transformers.AutoModel, **types)
+    steps = (
+        Dense(32, 24, activation_function=torch.nn.GELU()),
+        LayerNorm(24),
+        Dense(24, 1, activation_function=torch.nn.Identity(), module_output_name="scores"),
+    )
+    stock = sentence_transformers.CrossEncoder(
+        modules=[Transformer(str(plain)), Pooling(32, pooling_mode="mean"), *steps], device="cpu"
+    )
+    stock.save(str(tmp_path / "model"))
+    resolved = resolve_model(str(tmp_path / "model"))
+    assert resolved.task is Task.SCORE
+    np.testing.assert_allclose(_scores(tmp_path / "model", resolved), stock.predict(PAIRS), atol=TOLERANCE)
 
 
 def _llama_with_room_for_words() -> Any:

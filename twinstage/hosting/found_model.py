@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twinstage.errors import ModelError
 from twinstage.hosting.settings import WorkerSettings
-from twinstage.models.config_files import is_generator, read_json_object, vocabulary_size
+from twinstage.models.config_files import is_generator, read_json_object, transformer_directory, vocabulary_size
 from twinstage.models.resolve import ResolvedModel, resolve_model
 from twinstage.telemetry.log import get_logger
 from twinstage.text.bundle import TokenizerBundle, read_bundle
@@ -36,7 +36,9 @@ def find_model(settings: WorkerSettings) -> FoundModel:
         progress=report_progress,
     )
     bundle = read_bundle(resolved.directory, tokenizer_directory=settings.tokenizer)
-    if resolved.task is Task.SCORE and is_generator(read_json_object(resolved.directory / "config.json")):
+    if resolved.task is Task.SCORE and is_generator(
+        read_json_object(transformer_directory(resolved.directory) / "config.json")
+    ):
         bundle = replace(bundle, score_template=_score_template(bundle, resolved.directory / "score_template.jinja"))
     if settings.tokenizer is not None:
         _check_sizes(resolved, bundle, settings.tokenizer)
@@ -49,7 +51,7 @@ def _score_template(bundle: TokenizerBundle, path: Path) -> str:
 
 def _check_sizes(resolved: ResolvedModel, bundle: TokenizerBundle, tokenizer: Path) -> None:
     """Raises ModelError when the tokenizer has ids that the model lacks."""
-    known = vocabulary_size(read_json_object(resolved.directory / "config.json"))
+    known = vocabulary_size(read_json_object(transformer_directory(resolved.directory) / "config.json"))
     wanted = TextTokenizer(bundle).vocab_size
     if wanted > known:
         raise ModelError(f"--tokenizer {tokenizer} has {wanted} tokens, and the model {known}: it is of another model")

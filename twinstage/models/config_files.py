@@ -37,6 +37,23 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
+def read_modules(directory: Path) -> list[tuple[str, Path]]:
+    """The modules that sentence-transformers' modules.json joins: the class of each, and its place.
+
+    There are none where there is no such file. Raises ModelError for one that cannot be read.
+    """
+    path = directory / "modules.json"
+    entries = read_json_list(path) if path.is_file() else []
+    return [
+        (str(entry.get("type", "")).rpartition(".")[2], directory / str(entry.get("path", ""))) for entry in entries
+    ]
+
+
+def transformer_directory(directory: Path) -> Path:
+    """Where a model has its config, weights and tokenizer: `directory`, unless its modules.json names another."""
+    return next((path for kind, path in read_modules(directory) if kind == "Transformer"), directory)
+
+
 def detect_task(directory: Path) -> Task:
     """What the model in `directory` is for, as far as its files tell.
 
@@ -44,7 +61,7 @@ def detect_task(directory: Path) -> Task:
     models for generation. Raises ModelError when there is no config.json.
     """
     if (directory / "modules.json").is_file():
-        return Task.SCORE if _is_cross_encoder(directory / "config_sentence_transformers.json") else Task.EMBED
+        return Task.SCORE if pipeline_settings(directory).get("model_type") == "CrossEncoder" else Task.EMBED
     return Task.SCORE if _is_one_label_classifier(read_json_object(directory / "config.json")) else Task.GENERATE
 
 
@@ -72,6 +89,7 @@ def effective_max_model_len(config: Mapping[str, Any], requested: int | None = N
 
 def embedding_max_model_len(directory: Path, requested: int | None = None) -> int:
     """The longest input of a pooling model, special tokens included. Errors as above."""
+    directory = transformer_directory(directory)
     config = read_json_object(directory / "config.json")
     positions = _position_limit(config)
     if positions is not None and config.get("model_type") in _OFFSET_POSITION_MODEL_TYPES:
@@ -146,11 +164,12 @@ def _is_one_label_classifier(config: Mapping[str, Any]) -> bool:
     return str(architectures[0]).endswith("ForSequenceClassification") and num_labels == 1
 
 
-def _is_cross_encoder(path: Path) -> bool:
+def pipeline_settings(directory: Path) -> dict[str, Any]:
+    """What sentence-transformers keeps beside its modules; empty where it is absent or cannot be read."""
     try:
-        return read_optional_json_object(path).get("model_type") == "CrossEncoder"
-    except ModelError:  # unreadable means the same as absent here
-        return False
+        return read_optional_json_object(directory / "config_sentence_transformers.json")
+    except ModelError:
+        return {}
 
 
 def _is_positive_int(value: object) -> TypeGuard[int]:

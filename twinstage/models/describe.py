@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinstage.models.config_files import read_json_object, vocabulary_size
+from twinstage.models.config_files import read_json_object, transformer_directory, vocabulary_size
 from twinstage.models.resolve import ResolvedModel
 from twinstage.types import ModelDescription
 
@@ -27,7 +27,7 @@ def describe_model(
         fingerprint=resolved.fingerprint,
         task=resolved.task,
         max_model_len=max_model_len,
-        vocab_size=vocabulary_size(read_json_object(resolved.directory / "config.json")),
+        vocab_size=vocabulary_size(read_json_object(transformer_directory(resolved.directory) / "config.json")),
         eos_token_ids=eos_token_ids,
         tokenizer_fingerprint=tokenizer_fingerprint,
         embedding_dimensions=embedding_dimensions,

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from twinstage.errors import ModelError
-from twinstage.models.config_files import read_json_object
+from twinstage.models.config_files import (
+    pipeline_settings,
+    read_json_object,
+    read_modules,
+    transformer_directory,
+)
 
 _HEAD_BYTES = 4 * 1024 * 1024
 _TAIL_BYTES = 64 * 1024
@@ -23,6 +28,7 @@ _SAMPLE_BYTES = 4 * 1024
 _NUM_SAMPLES = 256
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _IRRELEVANT_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path"})
+_MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 _INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -46,12 +52,22 @@ def check_weights(directory: Path) -> tuple[Path, ...]:
 
 
 def fingerprint_directory(directory: Path) -> str:
-    """Identify config and weights of a model directory: 64 hexadecimal digits. Raises ModelError as `check_weights`."""
-    config = read_json_object(directory / "config.json")
+    """Identify config and weights of a model directory: 64 hexadecimal digits. Raises ModelError as `check_weights`.
+
+    Of a folder of sentence-transformers, the modules after the transformer and its settings are part of the model.
+    """
+    home = transformer_directory(directory)
+    config = read_json_object(home / "config.json")
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT_CONFIG_KEYS}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
-    for path in check_weights(directory):
+    for path in check_weights(home):
         digest.update(f"{path.name}:{fingerprint_file(path)};".encode())
+    for kind, place in read_modules(directory):
+        if kind != "Transformer":
+            files = [place / name for name in _MODULE_FILES if (place / name).is_file()]
+            digest.update(f"{kind}:{[(path.name, fingerprint_file(path)) for path in files]};".encode())
+    if activation := pipeline_settings(directory).get("activation_fn"):
+        digest.update(f"activation:{activation};".encode())
     return digest.hexdigest()
 
 

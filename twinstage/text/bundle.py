@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from twinstage.errors import ModelError
+from twinstage.models.config_files import read_modules, transformer_directory
 
 GenerationDefault = float | int | bool
 
@@ -98,7 +99,8 @@ def read_bundle(directory: Path, *, tokenizer_directory: Path | None = None) -> 
 
     Raises ModelError when there is no usable tokenizer.json.
     """
-    text_directory = tokenizer_directory or directory
+    home = transformer_directory(directory)
+    text_directory = tokenizer_directory or home
     tokenizer_path = text_directory / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise ModelError(
@@ -112,9 +114,9 @@ def read_bundle(directory: Path, *, tokenizer_directory: Path | None = None) -> 
         raise ModelError(f"{tokenizer_path} cannot be read: {error}; fetch the file again") from error
     tokenizer_config = _read_json(text_directory / "tokenizer_config.json")
     generation_config = _read_json(directory / "generation_config.json")
-    model_config = _read_json(directory / "config.json")
+    model_config = _read_json(home / "config.json")
     special_tokens = _special_tokens(_read_json(text_directory / "special_tokens_map.json"), tokenizer_config)
-    pooling_config = _read_json(directory / "sentence_bert_config.json")
+    pooling_config = _read_json(home / "sentence_bert_config.json")
     return TokenizerBundle(
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(text_directory, tokenizer_config),
@@ -201,7 +203,8 @@ def _prompts(directory: Path) -> dict[str, Any]:
     similarity = settings.get("similarity_fn_name") or SIMILARITIES[0]
     if similarity not in SIMILARITIES:
         raise ModelError(f"{directory} compares vectors by {similarity!r}; served are {', '.join(SIMILARITIES)}")
-    pooling = _read_json(directory / "1_Pooling" / "config.json")
+    places = [place for kind, place in read_modules(directory) if kind == "Pooling"]
+    pooling = _read_json(places[0] / "config.json") if places else {}
     return {
         "prompts": known,
         "default_prompt_name": default,

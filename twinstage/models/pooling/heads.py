@@ -77,6 +77,18 @@ class EmbeddingHead:
         return vectors.unbind()
 
 
+class PooledScoreHead:
+    """A vector of a pair, of which the last step of its pipeline makes one number, through an activation: [1]."""
+
+    def __init__(self, pooled: EmbeddingHead, *, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.batching = pooled.batching
+        self._pooled = pooled
+        self._activation = activation
+
+    def compute(self, inputs: Sequence[PoolingInput], task: PoolingTask) -> Sequence[torch.Tensor]:
+        return self._activation(torch.stack(list(self._pooled.compute(inputs, PoolingTask.EMBED)))).unbind()
+
+
 class ClassifierHead:
     """A classifier's logits through an activation: [labels] of each input."""
 

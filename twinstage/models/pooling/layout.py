@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twinstage.errors import ModelError
-from twinstage.models.config_files import read_json_list, read_optional_json_object
+from twinstage.models.config_files import read_modules, read_optional_json_object
 
 # In the order in which sentence-transformers joins them when its older format names several by flags.
 _LEGACY_FLAGS = {
@@ -21,6 +21,7 @@ _LEGACY_FLAGS = {
 }
 POOLING_MODES = tuple(_LEGACY_FLAGS.values())
 _AFTER_POOLING = frozenset({"Dense", "Normalize", "LayerNorm", "Dropout"})
+_VECTOR = "sentence_embedding"  # what Pooling makes, by the name that modules use for it
 _SETTINGS_FILE = "config_sentence_transformers.json"
 
 
@@ -49,15 +50,34 @@ class Pipeline:
 def read_pipeline(directory: Path) -> Pipeline:
     """Read an embedder's modules.json. Raises ModelError for what is not Transformer, Pooling and known modules."""
     modules = _read_modules(directory)
-    kinds = [module.kind for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or not _AFTER_POOLING.issuperset(kinds[2:]):
+    if not _is_pooling(modules):
         served = f"Transformer, Pooling, then any of {', '.join(sorted(_AFTER_POOLING))}"
-        raise ModelError(f"{directory} is made of {', '.join(kinds)}; what can be served is {served}")
-    _check_transformer(modules[0], directory)
+        kinds = ", ".join(module.kind for module in modules)
+        raise ModelError(f"{directory} is made of {kinds}; what can be served is {served}")
+    return _pipeline(modules, result=_VECTOR)
+
+
+def read_score_pipeline(directory: Path) -> Pipeline | None:
+    """The same of a scorer that makes its score of a vector; None of another one. Raises ModelError."""
+    modules = _read_modules(directory)
+    return _pipeline(modules, result="scores") if _is_pooling(modules) else None
+
+
+def _is_pooling(modules: Sequence[ModuleFiles]) -> bool:
+    kinds = [module.kind for module in modules]
+    return kinds[:2] == ["Transformer", "Pooling"] and _AFTER_POOLING.issuperset(kinds[2:])
+
+
+def _pipeline(modules: Sequence[ModuleFiles], *, result: str) -> Pipeline:
+    """Each module works on what the one before it made, and the last one makes the `result`."""
+    made = _VECTOR
     for module in modules[2:]:
-        names = {module.settings.get(key) for key in ("module_input_name", "module_output_name")}
-        if names - {None, "sentence_embedding"}:
-            raise ModelError(f"{module.directory} works on {', '.join(map(str, names))}, not on sentence_embedding")
+        wanted = module.settings.get("module_input_name") or _VECTOR
+        if wanted != made:
+            raise ModelError(f"{module.directory} works on {wanted}, where the module before it makes {made}")
+        made = module.settings.get("module_output_name") or wanted
+    if made != result:
+        raise ModelError(f"{modules[-1].directory} makes {made}, and {result} is wanted")
     return Pipeline(pooling_modes=_pooling_modes(modules[1]), after_pooling=tuple(modules[2:]))
 
 
@@ -66,16 +86,16 @@ def yes_no_ids(directory: Path) -> tuple[int, int | None] | None:
 
     Raises ModelError for a CrossEncoder of other modules than one Transformer, and maybe LogitScore.
     """
-    if not (directory / "modules.json").is_file():
-        return None
     modules = _read_modules(directory)
     kinds = [module.kind for module in modules]
-    if kinds not in (["Transformer"], ["Transformer", "LogitScore"]):
-        raise ModelError(f"{directory} is made of {', '.join(kinds)}; scorers are Transformer, or that and LogitScore")
-    _check_transformer(modules[0], directory)
-    if len(modules) == 1:
+    if kinds not in ([], ["Transformer"], ["Transformer", "LogitScore"]):
+        served = "Transformer, that and LogitScore, or that and Pooling and Dense"
+        raise ModelError(f"{directory} is made of {', '.join(kinds)}; scorers are {served}")
+    if len(modules) < 2:
         return None
     settings = modules[1].settings
+    if not isinstance(settings.get("true_token_id"), int):
+        raise ModelError(f"{modules[1].directory} names no true_token_id")
     return int(settings["true_token_id"]), settings.get("false_token_id")
 
 
@@ -91,17 +111,14 @@ def score_activation(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _read_modules(directory: Path) -> list[ModuleFiles]:
-    modules = []
-    for entry in read_json_list(directory / "modules.json"):
-        kind, path = str(entry.get("type", "")).rpartition(".")[2], directory / str(entry.get("path", ""))
-        settings = read_optional_json_object(path / "config.json") if kind != "Transformer" else {}
-        modules.append(ModuleFiles(kind=kind, directory=path, settings=settings))
-    return modules
+    return [
+        ModuleFiles(kind=kind, directory=path, settings=_settings(path) if kind != "Transformer" else {})
+        for kind, path in read_modules(directory)
+    ]
 
 
-def _check_transformer(module: ModuleFiles, directory: Path) -> None:
-    if module.directory != directory:
-        raise ModelError(f"{directory} keeps its transformer in {module.directory.name}; move its files up by one")
+def _settings(path: Path) -> dict[str, Any]:
+    return read_optional_json_object(path / "config.json")
 
 
 def _pooling_modes(module: ModuleFiles) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ from twinstage.models.config_files import (
     embedding_max_model_len,
     is_generator,
     read_json_object,
+    transformer_directory,
 )
 from twinstage.models.pooling import heads
 from twinstage.models.pooling.after_pooling import find_activation, load_steps
 from twinstage.models.pooling.choose import Choice, choose_backbone
-from twinstage.models.pooling.layout import read_pipeline, score_activation, yes_no_ids
+from twinstage.models.pooling.layout import read_pipeline, read_score_pipeline, score_activation, yes_no_ids
 from twinstage.models.pooling.model import PoolingFacts, PoolingModel
 from twinstage.models.resolve import ResolvedModel, default_cache_directory
 from twinstage.types import PoolingInput, PoolingTask, Task
@@ -55,6 +56,8 @@ def load_pooling(
     else:
         loaded = makers[resolved.task](resolved.directory, limit)
     (tried,) = loaded.encode([PoolingInput(token_ids=[0])], normalize=False)
+    if resolved.task is Task.SCORE and tried.shape != (1,):
+        raise ModelError(f"{resolved.directory} gives {tried.size} numbers, where a score is one")
     if not np.isfinite(tried).all():
         raise ModelError(f"the weights in {resolved.directory} give no finite numbers; fetch the files again")
     return loaded
@@ -65,7 +68,7 @@ def _load_embedder(directory: Path, limit: int, choice: Choice) -> PoolingModel:
         raise ModelError(f"{directory} is no embedding model: it has no modules.json, which says how it pools")
     pipeline = read_pipeline(directory)
     steps = load_steps(pipeline.after_pooling)
-    model = heads.load_encoder(directory)
+    model = heads.load_encoder(transformer_directory(directory))
     backbone = choose_backbone(model, choice, name=str(directory))
     head = heads.EmbeddingHead(backbone, modes=pipeline.pooling_modes, steps=steps)
     with torch.inference_mode():
@@ -76,9 +79,17 @@ def _load_embedder(directory: Path, limit: int, choice: Choice) -> PoolingModel:
 
 
 def _load_scorer(directory: Path, limit: int) -> PoolingModel:
-    config = read_json_object(directory / "config.json")
+    home = transformer_directory(directory)
+    config = read_json_object(home / "config.json")
     activation = find_activation(score_activation(directory, config))
+    if (pipeline := read_score_pipeline(directory)) is not None:
+        encoder = heads.load_encoder(home)
+        backbone = heads.StockBackbone(encoder, takes_token_types=heads.takes_token_types(home, encoder.config))
+        steps = load_steps(pipeline.after_pooling)
+        pooled = heads.EmbeddingHead(backbone, modes=pipeline.pooling_modes, steps=steps)
+        return PoolingModel(heads.PooledScoreHead(pooled, activation=activation), _facts(Task.SCORE, limit, encoder))
     tokens = yes_no_ids(directory)
+    directory = home
     if tokens is not None or is_generator(config):
         yes, no = tokens or _yes_and_no(directory)
         generator = heads.load_generator(directory)
@@ -95,6 +106,7 @@ def _load_scorer(directory: Path, limit: int) -> PoolingModel:
 
 
 def _load_classifier(directory: Path, limit: int) -> PoolingModel:
+    directory = transformer_directory(directory)
     model = heads.load_classifier(directory)
     config = model.config
     one_of_them = config.num_labels > 1 and config.problem_type != "multi_label_classification"
