@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -233,8 +234,8 @@ class RouterSettings(ProcessSettings):
             return values
         weights: dict[str, float] = {}
         for part in (part.strip() for entry in values for part in str(entry).split(",")):
-            name, separator, weight = part.rpartition("=")
-            if not separator or not name or not 0 < float(weight) < math.inf:
+            name, _, weight = part.rpartition("=")
+            if not name or not re.fullmatch(r"[0-9]*\.?[0-9]+", weight) or not float(weight):
                 raise ValueError(f"write a caller's weight as NAME=WEIGHT with a weight above 0, not {part!r}")
             weights[name] = float(weight)
         return weights

@@ -76,12 +76,19 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("kind", "flags", "words"),
     [
-        (PrefillSettings, ["--block-size", "0"], ["--block-size", "greater than or equal to 1"]),
+        (PrefillSettings, ["--block-size", "0"], ["--block-size: must be at least 1, not '0'"]),
         (PrefillSettings, ["--max-model-len", "0"], ["--max-model-len"]),
         (PrefillSettings, ["--listen", "nowhere"], ["--listen", "host:port"]),
         (PrefillSettings, ["--kv-transports", "shm,pigeon"], ["--kv-transports", "shm, tcp"]),
-        (PrefillSettings, ["--kv-cache-bytes", "many"], ["--kv-cache-bytes"]),
-        (PrefillSettings, ["--dtype", "float8"], ["--dtype"]),
+        (
+            PrefillSettings,
+            ["--kv-cache-bytes", "many"],
+            ["--kv-cache-bytes: must be a number of bytes, such as 512MiB"],
+        ),
+        (PrefillSettings, ["--kv-cache-bytes", "5XB"], ["--kv-cache-bytes: must be a number of bytes, such as 512MiB"]),
+        (PrefillSettings, ["--lease", "1000"], ["--lease: must be at most 600, not '1000'"]),
+        (PrefillSettings, ["--dtype", "float8"], ["--dtype: must be 'float32' or 'bfloat16', not 'float8'"]),
+        (DecodeSettings, ["--speculative", "draft_model"], ["--speculative draft_model needs --draft-model"]),
         (DecodeSettings, ["--kv-listen", "1.2.3.4"], ["--kv-listen", "host:port"]),
         (DecodeSettings, ["--no-such-flag", "1"], ["--no-such-flag"]),
         (DecodeSettings, ["--threads", "0", "--block-size", "x"], ["--threads", "--block-size"]),
@@ -93,6 +100,12 @@ def test_every_wrong_setting_is_named(kind: type[WorkerSettings], flags: list[st
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_variable_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINSTAGE_BLOCK_SIZE", "many")
+    with pytest.raises(ConfigError, match=r"^TWINSTAGE_BLOCK_SIZE: must be a whole number, not 'many'; --threads: "):
+        read_settings(DecodeSettings, ["--threads", "few"])
 
 
 def test_the_secret_comes_from_a_file(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
@@ -31,6 +32,19 @@ _WORDS_FOR_TYPES = {
     "Path": "PATH",
     "ByteSize": "BYTES",
     "dict[str,float]": "NAME=NUMBER",
+}
+
+
+_WORDS_FOR_FAULTS = {
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
+    "byte_size": "a number of bytes, such as 512MiB or 4GiB",
+    "byte_size_unit": "a number of bytes, such as 512MiB or 4GiB",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
 }
 
 
@@ -81,7 +95,7 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
         cast(argparse.ArgumentParser, source.root_parser).epilog = _ABOUT_VARIABLES
         return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
-        raise ConfigError("; ".join(_violations(error))) from error
+        raise ConfigError("; ".join(_violations(error, arguments))) from error
     except SettingsError as error:
         raise ConfigError(" ".join(str(error).removeprefix("error parsing CLI: ").split())) from error
 
@@ -106,9 +120,24 @@ def _default_in_words(value: str, *, in_bytes: bool) -> str:
     return f" (default: {word})" if word else ""
 
 
-def _violations(error: ValidationError) -> list[str]:
-    violations = []
+def _violations(error: ValidationError, arguments: Sequence[str]) -> Iterator[str]:
+    """What is wrong, each with the flag or the variable that says so."""
     for entry in error.errors(include_url=False):
-        flag = "-".join(str(part) for part in entry["loc"]).replace("_", "-")
-        violations.append(f"--{flag}: {entry['msg'].removeprefix('Value error, ')}")
-    return violations
+        words = _WORDS_FOR_FAULTS.get(entry["type"])
+        if words is None:
+            fault = entry["msg"].removeprefix("Value error, ")
+        else:
+            limits = {key: str(value).removesuffix(".0") for key, value in entry.get("ctx", {}).items()}
+            fault = f"must be {words.format(**limits)}, not {entry['input']!r}"
+        place = _place(entry["loc"], arguments)
+        yield f"{place}: {fault}" if place else fault
+
+
+def _place(location: tuple[int | str, ...], arguments: Sequence[str]) -> str:
+    """The flag that was wrong, or its variable when that was; empty when it is several of them together."""
+    if not location:
+        return ""
+    name = "-".join(map(str, location)).replace("_", "-")
+    variable = f"TWINSTAGE_{name.replace('-', '_').upper()}"
+    given = any(argument.partition("=")[0] in (f"--{name}", f"--no-{name}") for argument in arguments)
+    return variable if not given and variable in os.environ else f"--{name}"
