@@ -119,7 +119,7 @@ class Generation:
         """
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
         model = find_model(self._workers.models, raw.model, work=Work.GENERATE)
-        check_fields(raw, model)
+        check_fields(raw, model, self._admission.parsers)
         raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))
         self._poison.check(raw, model, caller=caller)

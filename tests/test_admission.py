@@ -13,6 +13,8 @@ import pytest
 
 from fake_workers import MAX_MODEL_LEN, make_bundle, make_model
 from router.admission import Admission, check_fields, kind_of, resolve_sampling
+from router.admission.answers import ParserChoice
+from router.admission.capabilities import Capability, capabilities_of
 from router.catalog import Work, find_model
 from router.embedding_admission import admit_inputs
 from router.generation import Deadlines
@@ -39,6 +41,9 @@ from twinstage.types import (
     Task,
     TextPrompt,
     TokenPrompt,
+    Tool,
+    ToolChoice,
+    ToolChoiceMode,
     Truncation,
 )
 
@@ -170,6 +175,20 @@ def test_all_violations_come_at_once() -> None:
         "stopping.stop[0]",
         "output.logprobs",
     }
+
+
+def test_tools_that_a_model_cannot_call_are_a_violation_among_others() -> None:
+    """By what its capability tells. Calls that a grammar forces, or that may not come, need nobody who knows them."""
+    prompt = ChatPrompt(messages=(ChatMessage(role="user", content="?"),), tools=(Tool(name="f"),))
+    raw = RawGenerationRequest(prompt=prompt, sampling=RawSampling(top_p=7.0))
+    for parsers in (ParserChoice(), ParserChoice(tool={"fake": "hermes"})):
+        with pytest.raises(InvalidRequest) as caught:
+            check_fields(raw, served(), parsers)
+        can_call = Capability.TOOLS in capabilities_of(served(), parsers)
+        assert set(violated(caught.value)) == {"sampling.top_p"} | (set() if can_call else {"tools"})
+    assert can_call
+    for mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NONE):
+        check_fields(RawGenerationRequest(prompt=replace(prompt, tool_choice=ToolChoice(mode=mode))), served())
 
 
 def test_a_bad_list_does_not_crowd_out_the_rest() -> None:

@@ -34,7 +34,7 @@ class Admission:
         self, executor: Executor, templates: TemplateProcesses | None = None, parsers: ParserChoice | None = None
     ) -> None:
         self._executor = executor
-        self._parsers = parsers or ParserChoice()
+        self.parsers = parsers or ParserChoice()  # of answers
         self._templates = templates or TemplateProcesses()
 
     async def admit(
@@ -73,7 +73,7 @@ class Admission:
         constraint: OutputConstraint | None,
     ) -> AdmittedRequest:
         """The request for one prompt."""
-        answer = answer_format(raw.prompt, model, self._parsers, token_ids=token_ids) if raw.prompt else None
+        answer = answer_format(raw.prompt, model, self.parsers, token_ids=token_ids) if raw.prompt else None
         if constraint is not None and answer is not None:
             constraint, answer = behind_reasoning(constraint, answer, model.tokenizer)
         return AdmittedRequest(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from router.admission.forced_calls import must_call
 from router.worker_entry import ServedModel
-from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.answers.reasoning import REASONING_STYLES
 from twinstage.text.answers.registry import (
     TOOL_PARSERS,
@@ -16,7 +15,7 @@ from twinstage.text.answers.registry import (
     detect_tool_parser,
 )
 from twinstage.text.tokenizer import TextTokenizer
-from twinstage.types import AnswerFormat, ChatPrompt, Prompt, ToolChoiceMode
+from twinstage.types import AnswerFormat, ChatPrompt, Prompt, Tool, ToolChoiceMode
 from twinstage.types.constraints import OutputConstraint
 
 FORCED_CALLS = "json_array"  # what a grammar holds any model to
@@ -71,16 +70,12 @@ def answer_format(
 ) -> AnswerFormat | None:
     """How the answer to a conversation is read, or None when all of it is content, as of other prompts.
 
-    Raises InvalidRequest when nobody knows how the model calls tools.
+    `prompt` has no `tool_problem`.
     """
     if not isinstance(prompt, ChatPrompt):
         return None
-    template = prompt.chat_template or model.tokenizer.bundle.chat_template
-    reasoning_parser = parsers.reasoning_parser(model.name, template)
-    tool_parser = FORCED_CALLS if must_call(prompt) else parsers.tool_parser(model.name, template)
-    tools = () if prompt.tool_choice is not None and prompt.tool_choice.mode is ToolChoiceMode.NONE else prompt.tools
-    if tools and not tool_parser:
-        raise InvalidRequest([FieldViolation("tools", _no_parser(model.name))])
+    reasoning_parser = parsers.reasoning_parser(model.name, _template(prompt, model))
+    tool_parser, tools = _tool_parser(prompt, model, parsers), _callable_tools(prompt)
     if not tools and tool_parser not in WHOLE_ANSWER_PARSERS:
         tool_parser = ""
     if not tool_parser and not reasoning_parser:
@@ -92,6 +87,32 @@ def answer_format(
         reasoning_parser=reasoning_parser,
         starts_in_reasoning=bool(reasoning_parser) and _starts_in_reasoning(reasoning_parser, prompt, model, token_ids),
     )
+
+
+def tool_problem(prompt: ChatPrompt, model: ServedModel, parsers: ParserChoice) -> str:
+    """Why nobody would know the calls of an answer when they came; empty when somebody does, or none can come.
+
+    Of a model's own template this is what its capability TOOLS tells.
+    """
+    if not _callable_tools(prompt) or _tool_parser(prompt, model, parsers):
+        return ""
+    return (
+        f"the chat template of {model.name!r} shows no way of calling tools that is known; start the router with "
+        "--tool-parser, or leave tools out"
+    )
+
+
+def _tool_parser(prompt: ChatPrompt, model: ServedModel, parsers: ParserChoice) -> str:
+    return FORCED_CALLS if must_call(prompt) else parsers.tool_parser(model.name, _template(prompt, model))
+
+
+def _callable_tools(prompt: ChatPrompt) -> tuple[Tool, ...]:
+    choice = prompt.tool_choice
+    return () if choice is not None and choice.mode is ToolChoiceMode.NONE else prompt.tools
+
+
+def _template(prompt: ChatPrompt, model: ServedModel) -> str | None:
+    return prompt.chat_template or model.tokenizer.bundle.chat_template
 
 
 def behind_reasoning(
@@ -115,10 +136,3 @@ def _starts_in_reasoning(parser: str, prompt: ChatPrompt, model: ServedModel, to
         return style.is_open_in(prompt.messages[-1].content)
     tail = model.tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     return style.is_open_at_end(tail)
-
-
-def _no_parser(model: str) -> str:
-    return (
-        f"the chat template of {model!r} shows no way of calling tools that is known; start the router with "
-        "--tool-parser, or leave tools out"
-    )

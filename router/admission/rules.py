@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from router.admission.answers import ParserChoice, tool_problem
 from router.admission.capabilities import check_capabilities
 from router.admission.conversations import check_conversation
 from router.admission.defaults import resolve_max_tokens
@@ -34,8 +35,8 @@ from twinstage.types import (
 )
 
 
-def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
-    """Judge every field that can be judged without tokenizing.
+def check_fields(raw: RawGenerationRequest, model: ServedModel, parsers: ParserChoice | None = None) -> None:
+    """Judge every field that can be judged without tokenizing. `parsers` are to read the answer.
 
     Raises InvalidRequest with all violations, else Unimplemented for what this version cannot do.
     """
@@ -45,6 +46,8 @@ def check_fields(raw: RawGenerationRequest, model: ServedModel) -> None:
     if len(raw.cache_salt.encode()) > MAX_SALT_BYTES:
         violations.add("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
     _check_prompt(violations, raw.prompt, model)
+    if isinstance(raw.prompt, ChatPrompt) and (problem := tool_problem(raw.prompt, model, parsers or ParserChoice())):
+        violations.add("tools", problem)
     _check_choices(violations, raw, model)
     _check_sampling(violations, raw.sampling, model)
     _check_stopping(violations, raw.stopping, model, max_tokens=resolve_max_tokens(raw, model))
