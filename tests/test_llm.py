@@ -81,13 +81,15 @@ def test_choices_are_the_same_for_every_n_and_in_any_company(llm: LLM) -> None:
     sampling = SamplingParameters(temperature=1.0, seed=5)
     limits = GenerationLimits(max_tokens=12, ignore_eos=True)
     prompts = [prompt[:11] for prompt in _random_prompts(2)]
-    results = llm.generate(prompts, sampling, n=3, limits=limits, logprobs=1)
+    results = llm.generate(prompts, sampling, n=3, limits=limits, logprobs=1, prompt_logprobs=0)
     assert [result.prompt_token_ids for result in results] == [tuple(prompt) for prompt in prompts for _ in range(3)]
     assert len({result.token_ids for result in results}) == 6
     for index, result in enumerate(results):
         choice = replace(sampling, choice_index=index % 3)
         (alone,) = llm.generate([prompts[index // 3]], choice, limits=limits)
         assert result.token_ids == alone.token_ids
+        assert len(result.prompt_logprobs) == len(prompts[0]) - 1
+        assert result.prompt_logprobs == results[index // 3 * 3].prompt_logprobs
         assert all(token.logprobs is not None for token in result.tokens)
     assert llm.pool.num_free == llm.pool.num_blocks
 

@@ -185,7 +185,8 @@ class LLM:
                 self._deliver(self.core.step(), jobs)
         finally:
             self.core.abort_all()
-        return [job.result() for job in jobs.values()]
+        # Choices share their prompt, so each has its log probabilities, which were computed for the first one.
+        return [job.result(scores=jobs[job.spec.request_id].scores) for job in jobs.values()]
 
     def close(self) -> None:
         """End the model's threads, check the pool's books and give the KV memory back. Idempotent.

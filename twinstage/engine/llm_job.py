@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinstage.engine.sequence import SequenceStats
@@ -14,7 +15,8 @@ from twinstage.types import Finish, ProducedToken, SequenceSpec
 class GenerationResult:
     """One continuation of a prompt. `tokens` carries the logprobs when they were asked for.
 
-    `prompt_logprobs` are those of the prompt's own tokens from the second one on, where they were asked for.
+    `prompt_logprobs` are those of the prompt's own tokens from the second one on, where they were asked for; all
+    continuations of a prompt have the same.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -37,7 +39,7 @@ class Job:
         self.spec = spec
         self.stream = stream
         self.finish: Finish | None = None
-        self.scores: list[ProducedToken] = []  # of the prompt
+        self.scores: list[ProducedToken] = []  # of the prompt; only the first continuation gets them
         self.stats: SequenceStats | None = None
         self._tokens: list[ProducedToken] = []
         self._text: list[str] = []
@@ -47,7 +49,8 @@ class Job:
         self._text.append(delta.text)
         self.finish = self.finish or delta.finish
 
-    def result(self) -> GenerationResult:
+    def result(self, *, scores: Sequence[ProducedToken] = ()) -> GenerationResult:
+        """What became of it. `scores` are of its prompt. Raises InternalError when it has not ended."""
         if self.finish is None:
             raise InternalError(f"{self.spec.request_id} did not end")
         return GenerationResult(
@@ -55,7 +58,7 @@ class Job:
             tokens=tuple(self._tokens),
             text="".join(self._text),
             finish=self.finish,
-            prompt_logprobs=tuple(self.scores),
+            prompt_logprobs=tuple(scores),
             proposed_draft_tokens=self.stats.proposed_draft_tokens if self.stats is not None else 0,
             accepted_draft_tokens=self.stats.accepted_draft_tokens if self.stats is not None else 0,
         )
