@@ -29,7 +29,7 @@ from transfer_ends import (
 from twinstage.errors import HandshakeRefused, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import FORMAT_VERSION, HEADER, MAGIC, FrameType, encode
-from twinstage.transfer.handshake import _prove_to_receiver
+from twinstage.transfer.handshake import KvSecret, _prove_to_receiver
 from twinstage.transfer.messages import (
     Ack,
     Challenge,
@@ -135,6 +135,20 @@ def test_who_does_not_know_the_secret_stays_out(
 
 
 @BOTH
+def test_a_secret_can_be_replaced_while_workers_run(transport: str) -> None:
+    memory = BlockMemory.create(num_blocks=4, block_bytes=BLOCK)
+    known = [SECRET]
+    with open_receiver(transport, memory, Delegate(), secret=lambda: tuple(known)) as receiver:
+        known.append(b"new")
+        assert isinstance(_attempt(memory, receiver, secret=b"new"), HandoverDone)
+        assert isinstance(_attempt(memory, receiver, secret=lambda: (SECRET, b"another")), HandoverDone)
+        known.remove(SECRET)
+        error = errors_of(_attempt(memory, receiver, secret=SECRET, expected=False))
+        assert isinstance(error, HandshakeRefused)
+    memory.close()
+
+
+@BOTH
 def test_a_sender_with_a_wrong_proof_is_given_nothing(transport: str) -> None:
     with open_ends(transport) as ends, raw_connection(ends.receiver) as connection:
         stream = FrameSocket(connection, stall_s=WAIT_S)
@@ -227,7 +241,7 @@ def test_ends_that_do_not_fit_refuse_each_other(
     memory.close()
 
 
-def _attempt(memory: BlockMemory, receiver: KvReceiver, *, secret: bytes | None, expected: bool = True) -> object:
+def _attempt(memory: BlockMemory, receiver: KvReceiver, *, secret: KvSecret, expected: bool = True) -> object:
     """One transfer of one block; its outcome."""
     outcomes: list[object] = []
     ended = threading.Event()

@@ -112,13 +112,15 @@ def test_the_secret_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     settings = read_settings(PrefillSettings, ["--kv-secret-file", str(path)])
     with pytest.raises(ConfigError, match="No such file"):
-        settings.kv_secret()
+        settings.kv_secrets()
     path.write_bytes(b"short\n")
     with pytest.raises(ConfigError, match="at least 16 bytes"):
-        settings.kv_secret()
+        settings.kv_secrets()
     path.write_bytes(b"0123456789abcdef\n")
-    assert settings.kv_secret() == b"0123456789abcdef"
-    assert read_settings(PrefillSettings, []).kv_secret() is None
+    assert settings.kv_secrets() == (b"0123456789abcdef",)
+    path.write_bytes(b"fedcba9876543210\n0123456789abcdef\n")
+    assert settings.kv_secrets() == (b"fedcba9876543210", b"0123456789abcdef")
+    assert read_settings(PrefillSettings, []).kv_secrets() == ()
 
 
 def test_addresses_are_split() -> None:

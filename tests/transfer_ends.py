@@ -20,7 +20,7 @@ from twinstage.errors import TransferError, TwinstageError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer import shm, tcp
 from twinstage.transfer.dial import Channel, Dialler
-from twinstage.transfer.handshake import checked_secret, grant_proof, welcome
+from twinstage.transfer.handshake import KvSecret, grant_proof, key_source, welcome
 from twinstage.transfer.host import host_id
 from twinstage.transfer.messages import Challenge, Commit, Hello, Message, Open, Opened, Piece, Proof, Write
 from twinstage.transfer.receiver import ChannelTimeouts, HandoverCommit, KvIdentity, KvReceiver, ReceivedBlocks
@@ -145,7 +145,7 @@ def open_receiver(
     memory: BlockMemory,
     delegate: Delegate,
     *,
-    secret: bytes | None = SECRET,
+    secret: KvSecret = SECRET,
     timeouts: ChannelTimeouts = FAST,
     own: KvIdentity | None = None,
 ) -> Iterator[KvReceiver]:
@@ -204,11 +204,11 @@ def open_ends(
 class RawSender:
     """A sender made by hand, which can break every rule."""
 
-    def __init__(self, grant: KvGrant, *, block_bytes: int, secret: bytes | None = SECRET, **who: object) -> None:
+    def __init__(self, grant: KvGrant, *, block_bytes: int, secret: KvSecret = SECRET, **who: object) -> None:
         own = identity("prefill-raw", 3, **who)  # type: ignore[arg-type]
         dialler = Dialler(
             identity=own,
-            key=checked_secret(secret),
+            keys=key_source(secret),
             block_bytes=block_bytes,
             transports=("shm", "tcp"),
             timeouts=FAST,
@@ -316,7 +316,7 @@ class FakeReceiver:
         welcome(
             stream,
             identity=identity(),
-            key=SECRET,
+            keys=(SECRET,),
             memory=self._memory,
             transport=self._transport,  # type: ignore[arg-type]
             timeout_s=WAIT_S,

@@ -99,7 +99,8 @@ class WorkerSettings(ProcessSettings):
     kv_transports: str = Field(default="shm,tcp", description="Ways to hand over KV blocks, best first: shm, tcp.")
     kv_secret_file: Path | None = Field(
         default=None,
-        description="File with the secret that both ends of a KV channel must know; without it none is asked.",
+        description="File with the secret that both ends of a KV channel must know; each further line is accepted as "
+        "well, so that secrets can be replaced. Without it none is asked.",
     )
     worker_secret_file: Path | None = Field(
         default=None,
@@ -161,14 +162,20 @@ class WorkerSettings(ProcessSettings):
         """The worker's id: as given, or role, host name and a random part."""
         return WorkerId(self.worker_id or f"{role.value}-{socket.gethostname()}-{secrets.token_hex(3)}")
 
-    def kv_secret(self) -> bytes | None:
-        """The secret of the KV channel. Raises ConfigError when the file cannot be read or is too short."""
+    def kv_secrets(self) -> tuple[bytes, ...]:
+        """The secrets of the KV channel, if there are any: the first is proved, all are accepted.
+
+        Raises ConfigError when the file cannot be read or a line is too short.
+        """
         if self.kv_secret_file is None:
-            return None
+            return ()
         try:
-            secret = self.kv_secret_file.read_bytes().strip()
+            lines = self.kv_secret_file.read_bytes().split(b"\n")
         except OSError as error:
             raise ConfigError(f"--kv-secret-file {self.kv_secret_file}: {error.strerror}") from error
-        if len(secret) < MIN_SECRET_BYTES:
-            raise ConfigError(f"--kv-secret-file {self.kv_secret_file}: needs at least {MIN_SECRET_BYTES} bytes")
-        return secret
+        secrets = tuple(line.strip() for line in lines if line.strip())
+        if not secrets or min(map(len, secrets)) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                f"--kv-secret-file {self.kv_secret_file}: each line needs at least {MIN_SECRET_BYTES} bytes"
+            )
+        return secrets

@@ -211,6 +211,11 @@ def run_worker(
         return 2
 
 
+def kv_secrets(settings: WorkerSettings) -> Callable[[], tuple[bytes, ...]]:
+    """What the secrets of the KV channel are when it is asked. Raises ConfigError."""
+    return Reloaded([settings.kv_secret_file], settings.kv_secrets).current
+
+
 def kv_identity(description: WorkerDescription) -> KvIdentity:
     """The worker as the KV channel knows it."""
     return KvIdentity(

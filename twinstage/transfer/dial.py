@@ -8,7 +8,7 @@ from typing import Protocol
 
 from twinstage.errors import HandshakeRefused, TwinstageError
 from twinstage.transfer import shm, tcp
-from twinstage.transfer.handshake import SenderSession, greet
+from twinstage.transfer.handshake import KeySource, SenderSession, greet
 from twinstage.transfer.host import host_id
 from twinstage.transfer.messages import Transport
 from twinstage.transfer.portion import Portion
@@ -51,7 +51,7 @@ class Dialler:
     """What this end brings to every connection."""
 
     identity: KvIdentity
-    key: bytes
+    keys: KeySource
     block_bytes: int
     transports: Collection[str]
     timeouts: ChannelTimeouts
@@ -82,7 +82,7 @@ class Dialler:
                 session = greet(
                     stream,
                     identity=self.identity,
-                    key=self.key,
+                    key=self.keys()[0],
                     grant=grant,
                     block_bytes=self.block_bytes,
                     transport=transport,

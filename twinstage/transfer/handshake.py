@@ -8,9 +8,9 @@
     Welcome <- receiver      identity, shape of the memory; sealed; over shm with the memory's descriptor
 
 The secret never crosses the wire, both ends prove it before either says who it is, and a proof is worth nothing on
-another connection. A seal is an HMAC of the transcript and what the message says. Without a secret the key is empty:
-everyone who can connect is let in, and only the grant's token protects a transfer. The channel is authenticated when it
-is set up; it is not encrypted.
+another connection. A receiver may accept several, so that secrets can be replaced. A seal is an HMAC of the transcript
+and what the message says. Without a secret the key is empty: everyone who can connect is let in, and only the grant's
+token protects a transfer. The channel is authenticated when it is set up; it is not encrypted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +34,10 @@ from twinstage.types import KvGrant, WorkerId
 MessageKind = TypeVar("MessageKind", Hello, Challenge, Proof, Introduction, Welcome)
 SealedKind = TypeVar("SealedKind", Introduction, Welcome)
 
+KeySource = Callable[[], Sequence[bytes]]
+KvSecret = bytes | KeySource | None  # one, or what tells those that count now, or none
+
+NO_KEY = (b"",)  # who can connect is let in
 _NO_PROOF = "0" * 64
 
 
@@ -52,11 +57,18 @@ class SenderSession(Session):
     memory: BlockMemory | None
 
 
-def checked_secret(secret: bytes | None) -> bytes:
-    """The key to prove. Raises ConfigError for an empty secret, which would look like protection and be none."""
+def key_source(secret: KvSecret) -> KeySource:
+    """The keys of each handshake, of which the first is proved and all are accepted.
+
+    Raises ConfigError for an empty secret, which would look like protection and be none.
+    """
+    if callable(secret):
+        secrets_now = secret
+        return lambda: secrets_now() or NO_KEY
     if secret is not None and not secret:
         raise ConfigError("the KV channel's secret is empty: put random bytes into the secret file, or give none")
-    return secret or b""
+    keys = NO_KEY if secret is None else (secret,)
+    return lambda: keys
 
 
 def grant_proof(token: bytes, transcript: bytes, *, transfer_id: int, generation: int) -> str:
@@ -106,14 +118,14 @@ def welcome(
     stream: FrameSocket,
     *,
     identity: KvIdentity,
-    key: bytes,
+    keys: Sequence[bytes],
     memory: BlockMemory,
     transport: Transport,
     timeout_s: float,
 ) -> Session:
     """The receiver's side. Raises TransferError; HandshakeRefused and StaleHandle are told to the sender first."""
     try:
-        hello, transcript = _prove_to_sender(stream, key=key, timeout_s=timeout_s)
+        hello, key, transcript = _prove_to_sender(stream, keys=keys, timeout_s=timeout_s)
         sender = _opened(_expect(stream.receive(idle_s=timeout_s), Introduction), key=key, transcript=transcript)
         _check_sender(sender, identity=identity, asked_for=hello.transport, transport=transport)
     except (HandshakeRefused, StaleHandle) as error:
@@ -147,17 +159,21 @@ def _prove_to_receiver(stream: FrameSocket, *, key: bytes, transport: Transport,
     return transcript
 
 
-def _prove_to_sender(stream: FrameSocket, *, key: bytes, timeout_s: float) -> tuple[Hello, bytes]:
-    """See the secret proved, and then prove it; what the sender came for, and the transcript. Errors as above."""
+def _prove_to_sender(stream: FrameSocket, *, keys: Sequence[bytes], timeout_s: float) -> tuple[Hello, bytes, bytes]:
+    """See one of the secrets proved, and then prove it, too. Errors as above.
+
+    Returns what the sender came for, the secret, and the transcript.
+    """
     hello = _expect(stream.receive(idle_s=timeout_s), Hello)
     challenge = Challenge(nonce=secrets.token_hex(32))
     transcript = _transcript(hello, challenge)
     stream.send(challenge, timeout_s=timeout_s)
     proof = _expect(stream.receive(idle_s=timeout_s), Proof)
-    if not hmac.compare_digest(proof.proof, _proof(key, b"sender", transcript)):
+    known = [key for key in keys if hmac.compare_digest(proof.proof, _proof(key, b"sender", transcript))]
+    if not known:
         raise HandshakeRefused("the sender does not know this worker's KV secret")
-    stream.send(Proof(proof=_proof(key, b"receiver", transcript)), timeout_s=timeout_s)
-    return hello, transcript
+    stream.send(Proof(proof=_proof(known[0], b"receiver", transcript)), timeout_s=timeout_s)
+    return hello, known[0], transcript
 
 
 def _expect(frame: Frame | None, kind: type[MessageKind]) -> MessageKind:

@@ -24,7 +24,7 @@ from twinstage.telemetry.log import get_logger
 from twinstage.transfer import tcp
 from twinstage.transfer.callers import MAX_CONNECTIONS, Callers
 from twinstage.transfer.connection import Connection, TransferDelegate
-from twinstage.transfer.handshake import checked_secret, welcome
+from twinstage.transfer.handshake import KvSecret, key_source, welcome
 from twinstage.transfer.host import host_id
 from twinstage.transfer.incoming import FenceCallback, IncomingTable, call_back
 from twinstage.transfer.messages import Transport
@@ -55,7 +55,7 @@ class KvReceiver:
         memory: BlockMemory,
         identity: KvIdentity,
         *,
-        secret: bytes | None,
+        secret: KvSecret,
         delegate: TransferDelegate,
         shm_directory: Path | None,
         tcp_listen: tuple[str, int] | None,
@@ -70,7 +70,7 @@ class KvReceiver:
         """
         self._memory = memory
         self._identity = identity
-        self._key = checked_secret(secret)
+        self._keys = key_source(secret)
         self._delegate = delegate
         self._shm_directory = shm_directory
         self._tcp_listen = tcp_listen
@@ -222,7 +222,7 @@ class KvReceiver:
                 session = welcome(
                     stream,
                     identity=self._identity,
-                    key=self._key,
+                    keys=self._keys(),
                     memory=self._memory,
                     transport=transport,
                     timeout_s=self._timeouts.handshake_s,

@@ -18,7 +18,7 @@ from twinstage.errors import InternalError, TransferError
 from twinstage.kv import copying
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.dial import Dialler
-from twinstage.transfer.handshake import checked_secret
+from twinstage.transfer.handshake import KvSecret, key_source
 from twinstage.transfer.outgoing import OutgoingTransfer
 from twinstage.transfer.peer import Peer
 from twinstage.transfer.values import (
@@ -51,7 +51,7 @@ class KvSender:
         memory: BlockMemory,
         identity: KvIdentity,
         *,
-        secret: bytes | None,
+        secret: KvSecret,
         transports: Sequence[str] = ("shm", "tcp"),
         timeouts: ChannelTimeouts | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class KvSender:
         self._timeouts = timeouts or ChannelTimeouts()
         self._dialler = Dialler(
             identity=identity,
-            key=checked_secret(secret),
+            keys=key_source(secret),
             block_bytes=memory.block_bytes,
             transports=frozenset(transports),
             timeouts=self._timeouts,
