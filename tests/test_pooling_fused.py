@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,7 +67,7 @@ def test_hidden_states_equal_those_of_transformers_and_depend_on_nothing_else(ki
         inputs = _inputs(*LENGTHS, types=kind == "bert")
         together = fused.hidden(inputs)
         np.testing.assert_allclose(together, stock.hidden(inputs), atol=1e-5)
-        # Alone, all threads share the rows; together, each takes whole inputs.
+        # Alone, all threads share the rows; together, each takes whole inputs, and they share the last ones.
         alone = [fused.hidden([entry]) for entry in inputs]
         assert torch.equal(torch.cat(alone), together)
         assert torch.equal(_fused(model, threads=1).hidden(inputs), together)
@@ -83,16 +84,17 @@ def test_eight_bits_are_close() -> None:
     assert (computed - expected).abs().max() > 1e-4  # it is another precision
 
 
-def test_parts_cover_all_inputs_and_keep_every_thread_busy() -> None:
+def test_every_thread_has_as_many_parts_and_the_rest_is_shared() -> None:
     lengths = sorted((5 + index * 37 % 160 for index in range(64)), reverse=True)
-    parts = cut_into_parts(lengths, threads=3)
-    assert [first for first, _ in parts] == [0, *(end for _, end in parts[:-1])]
-    assert parts[-1][1] == len(lengths)
-    rows = [sum(lengths[first:end]) for first, end in parts]
-    assert max(rows) <= max(128, lengths[0])
-    assert rows[-1] <= 64
-    assert cut_into_parts([60, 50], threads=2) == [(0, 2)]  # shared
-    assert cut_into_parts([512], threads=2) == [(0, 1)]
+    parts, shared = cut_into_parts(lengths, threads=3)
+    assert shared is not None
+    ends = [0, *(end for _, end in parts)]
+    assert [*parts, shared] == list(itertools.pairwise([*ends, len(lengths)]))
+    assert len(parts) % 3 == 0
+    assert all(end == first + 1 or sum(lengths[first:end]) <= 128 for first, end in parts)
+    assert cut_into_parts([60, 50], threads=2) == ([], (0, 2))
+    assert cut_into_parts([100, 90, 80], threads=2) == ([(0, 1), (1, 2)], (2, 3))
+    assert cut_into_parts([512], threads=1) == ([(0, 1)], None)
 
 
 def test_other_shapes_and_machines_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from enum import IntEnum, auto
 
 from twinstage.models.fused.fields import StepField
 
+MOST_PART_ROWS = 128  # unless a single sequence is longer: what is between layers stays in the second-level cache
 SLACK_ROWS = 16  # behind queries, keys and values: register tiles read further than the last key
 
 
@@ -45,9 +46,10 @@ class EncoderField(IntEnum):
     STARTS = auto()  # int64 [sequences + 1]: first row of each sequence
     PARTS = auto()  # int64 [parts + 1]: first sequence of each part
 
-    NUM_PARTS = auto()
+    NUM_PARTS = auto()  # that threads compute alone
     NEXT_PART = auto()  # address of an int64: the part that is taken next
-    PART_ROWS = auto()  # work rows of one thread, SLACK_ROWS included; 0: all threads share the one part
+    PART_ROWS = auto()  # work rows of one thread, SLACK_ROWS included
+    HAS_SHARED = auto()  # 1: one more part follows, which all threads share
 
 
 class EncoderLayerField(IntEnum):

@@ -18,7 +18,12 @@ from twinstage.models.fused.memory import AlignedMemory
 from twinstage.models.fused.target import target
 from twinstage.models.fused.team import Team
 from twinstage.models.pooling.fused.attention_room import scratch_bytes as attention_scratch_bytes
-from twinstage.models.pooling.fused.fields import SLACK_ROWS, EncoderField, EncoderLayerField
+from twinstage.models.pooling.fused.fields import (
+    MOST_PART_ROWS,
+    SLACK_ROWS,
+    EncoderField,
+    EncoderLayerField,
+)
 from twinstage.models.pooling.fused.program import load_program
 from twinstage.models.pooling.fused.weights import EncoderWeights, check_encoder
 from twinstage.models.pooling.heads import Batching
@@ -26,10 +31,9 @@ from twinstage.models.pooling.positions import position_ids
 from twinstage.types import PoolingInput
 
 _LOG2_E = 1.4426950408889634
-_MOST_ROWS = 128  # of a part: what is between its layers stays in the second-level cache
-_LEAST_ROWS = 48  # of a part, so that weights are read seldom enough
-_PARTS_OF_A_THREAD = 2  # fewer of them, and the threads share all rows instead
 _PAGE = 4096
+
+Part = tuple[int, int]  # its first sequence, and the one behind its last
 
 
 class FusedBert:
@@ -59,18 +63,20 @@ class FusedBert:
     def hidden(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
         lengths = [len(entry.token_ids) for entry in inputs]
         rows = sum(lengths)
-        parts = cut_into_parts(lengths, threads=self._threads)
-        shared = len(parts) == 1
-        work_rows = max(sum(lengths[first:end]) for first, end in parts) + SLACK_ROWS
-        self._table[EncoderField.PART_ROWS] = 0 if shared else work_rows
+        parts, shared = cut_into_parts(lengths, threads=self._threads)
+        part_rows = max((sum(lengths[first:end]) for first, end in parts), default=0) + SLACK_ROWS
+        shared_rows = sum(lengths[shared[0] : shared[1]]) + SLACK_ROWS if shared is not None else 0
+        self._table[EncoderField.PART_ROWS] = part_rows
         self._table[EncoderField.NUM_PARTS] = len(parts)
-        self._make_room(rows, work_rows * (1 if shared else self._threads), longest=max(lengths))
+        self._table[EncoderField.HAS_SHARED] = shared is not None
+        self._make_room(rows, max(shared_rows, part_rows * self._threads), longest=max(lengths))
         self._fill(EncoderField.TOKEN_IDS, np.int32, [token_id for entry in inputs for token_id in entry.token_ids])
         self._fill(EncoderField.POSITION_IDS, np.int32, position_ids(inputs, self._padding_id))
         kinds = [kind for entry in inputs for kind in entry.token_type_ids or itertools.repeat(0, len(entry.token_ids))]
         self._fill(EncoderField.TYPE_IDS, np.int32, kinds)
         self._fill(EncoderField.STARTS, np.int64, [0, *itertools.accumulate(lengths)])
-        self._fill(EncoderField.PARTS, np.int64, [0, *(end for _, end in parts)])
+        all_parts = [*parts, shared] if shared is not None else parts
+        self._fill(EncoderField.PARTS, np.int64, [0, *(end for _, end in all_parts)])
         self._next_part[0] = 0
         self._program(self._table.ctypes.data, 0)
         return torch.from_numpy(self._buffers[EncoderField.HIDDEN].array(np.float32, (rows, self._size)).copy())
@@ -124,28 +130,22 @@ class FusedBert:
         memory.array(dtype, (len(values),))[...] = values
 
 
-def cut_into_parts(lengths: Sequence[int], *, threads: int) -> list[tuple[int, int]]:
-    """First sequences, and those behind the last, of parts of whole sequences: the later ones are the smaller ones.
-
-    So the threads end at about the same time. One part, when the threads are to share it.
-    """
-    left = sum(lengths)
-    if (threads == 1 and left <= _MOST_ROWS) or (threads > 1 and left < threads * _PARTS_OF_A_THREAD * _LEAST_ROWS):
-        return [(0, len(lengths))]
-    parts = list(_parts(lengths, left, threads))
-    return parts if threads == 1 or len(parts) >= threads * _PARTS_OF_A_THREAD else [(0, len(lengths))]
+def cut_into_parts(lengths: Sequence[int], *, threads: int) -> tuple[list[Part], Part | None]:
+    """Parts that threads compute alone, as many for each, and what follows them, if anything, which they share."""
+    parts = list(_parts(lengths))
+    num_alone = len(parts) // threads * threads
+    rest = parts[num_alone:]
+    return parts[:num_alone], (rest[0][0], len(lengths)) if rest else None
 
 
-def _parts(lengths: Sequence[int], left: int, threads: int) -> Iterator[tuple[int, int]]:
-    first = 0
-    while first < len(lengths):
-        wanted = min(_MOST_ROWS, max(_LEAST_ROWS, left // (threads * _PARTS_OF_A_THREAD)))
-        end, rows = first + 1, lengths[first]
-        while end < len(lengths) and rows + lengths[end] <= wanted:
-            rows += lengths[end]
-            end += 1
-        yield first, end
-        first, left = end, left - rows
+def _parts(lengths: Sequence[int]) -> Iterator[Part]:
+    first = rows = 0
+    for index, length in enumerate(lengths):
+        if rows and rows + length > MOST_PART_ROWS:
+            yield first, index
+            first, rows = index, 0
+        rows += length
+    yield first, len(lengths)
 
 
 def _format_of(precision: str) -> WeightFormat:

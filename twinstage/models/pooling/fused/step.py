@@ -1,8 +1,8 @@
 """A batch through all layers, in one call, by all threads at once.
 
-Every thread runs `step`. Either it takes parts, some whole sequences each, and computes them alone until none is left;
-or, when there are too few sequences for that, all threads share the one part, and a barrier separates each phase from
-those that need its results. Both are the same sums in the same order.
+Every thread runs `step`. It takes parts, some whole sequences each, and computes them alone until none is left. What is
+too little to give every thread a part is shared by all of them at last, and a barrier separates each phase from those
+that need its results. Both are the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from twinstage.models.fused.intrinsics import (
     semaphore_post,
     semaphore_wait,
 )
-from twinstage.models.fused.linear import linear_f32
 from twinstage.models.fused.linear_vnni import linear_vnni
 from twinstage.models.fused.sync import barrier
 from twinstage.models.fused.tiles import PANEL
@@ -33,9 +32,10 @@ from twinstage.models.pooling.fused.elementwise import (
     layer_norm_row,
 )
 from twinstage.models.pooling.fused.fields import EncoderField, EncoderLayerField
+from twinstage.models.pooling.fused.linear import linear_of_part
 
 _LAYER_BYTES = len(EncoderLayerField) * 8
-_LINEARS = {WeightFormat.FP32: linear_f32, WeightFormat.AFFINE8: linear_vnni}
+_LINEARS = {WeightFormat.FP32: linear_of_part, WeightFormat.AFFINE8: linear_vnni}
 
 
 @kernel
@@ -152,17 +152,17 @@ def _make_step(linear: Any) -> Any:
         """This thread's part of a step."""
         num_threads = load_i64(table, EncoderField.NUM_THREADS)
         scratch = load_i64(table, EncoderField.SCRATCH) + thread * load_i64(table, EncoderField.SCRATCH_BYTES)
-        parts, part_rows = load_i64(table, EncoderField.PARTS), load_i64(table, EncoderField.PART_ROWS)
-        if part_rows == 0:
-            compute(table, (load_i64(parts, 0), load_i64(parts, 1)), 0, scratch, thread, num_threads)
-            return
+        parts, num_parts = load_i64(table, EncoderField.PARTS), load_i64(table, EncoderField.NUM_PARTS)
+        work_row = load_i64(table, EncoderField.PART_ROWS) * thread
         next_part = load_i64(table, EncoderField.NEXT_PART)
         index = take(next_part, 1)
-        while index < load_i64(table, EncoderField.NUM_PARTS):
-            part = load_i64(parts, index), load_i64(parts, index + 1)
-            compute(table, part, part_rows * thread, scratch, 0, 1)
+        while index < num_parts:
+            compute(table, (load_i64(parts, index), load_i64(parts, index + 1)), work_row, scratch, 0, 1)
             index = take(next_part, 1)
         barrier(load_i64(table, EncoderField.SYNC), num_threads)
+        if load_i64(table, EncoderField.HAS_SHARED) != 0:
+            part = load_i64(parts, num_parts), load_i64(parts, num_parts + 1)
+            compute(table, part, 0, scratch, thread, num_threads)
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from twinstage.models.fused.target import missing_features
 from twinstage.models.pooling.fused.fields import EncoderField, EncoderLayerField
 
 _SIZE_MULTIPLE = 32  # whole panels of every target, and whole groups of 8-bit weights
+_PAGE = 4096
 _HEAD_MULTIPLE = 16  # the attention's vectors
 
 
@@ -50,6 +52,7 @@ class EncoderWeights:
         own, output = layer.attention.self, layer.attention.output
         parts = own.query, own.key, own.value
         found: dict[EncoderLayerField, int] = {}
+        packed: dict[EncoderLayerField, NDArray[Any]] = {}
         for name, linears in (
             ("QKV", parts),
             ("OUTPUT", (output.dense,)),
@@ -57,13 +60,12 @@ class EncoderWeights:
             ("DOWN", (layer.output.dense,)),
         ):
             weight = torch.cat([linear.weight.detach() for linear in linears]).numpy()
-            for suffix, packed in pack_linear(weight, self._format):
-                found[EncoderLayerField[name + suffix]] = self._copy(packed)
+            packed |= {EncoderLayerField[name + suffix]: made for suffix, made in pack_linear(weight, self._format)}
             found[EncoderLayerField[f"{name}_BIAS"]] = self._keep(torch.cat([linear.bias for linear in linears]))
         for name, norm in (("OUTPUT_NORM", output.LayerNorm), ("DOWN_NORM", layer.output.LayerNorm)):
             found[EncoderLayerField[name]] = self._keep(norm.weight)
             found[EncoderLayerField[f"{name}_BIAS"]] = self._keep(norm.bias)
-        return found
+        return found | self._copy(packed)
 
     def _keep(self, tensor: torch.Tensor) -> int:
         """The address of a float32 tensor, which is not copied."""
@@ -71,9 +73,12 @@ class EncoderWeights:
         self._memory.append(kept)
         return kept.data_ptr()
 
-    def _copy(self, values: NDArray[Any]) -> int:
-        """The address of a copy that is aligned as register tiles need it."""
-        memory = AlignedMemory(values.nbytes)
-        memory.array(values.dtype, values.shape)[...] = values
+    def _copy(self, tensors: dict[EncoderLayerField, NDArray[Any]]) -> dict[EncoderLayerField, int]:
+        """The addresses of copies in one piece of memory, aligned as register tiles need them, in large pages."""
+        sizes = [-(-values.nbytes // _PAGE) * _PAGE for values in tensors.values()]
+        places = list(itertools.accumulate(sizes, initial=0))
+        memory = AlignedMemory(places[-1])
         self._memory.append(memory)
-        return memory.address
+        for place, values in zip(places, tensors.values(), strict=False):
+            memory.array(values.dtype, values.shape, offset=place)[...] = values
+        return {field: memory.address + place for field, place in zip(tensors, places, strict=False)}
