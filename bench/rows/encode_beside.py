@@ -2,15 +2,19 @@
 
 The cores are split: the decode worker has one half, the prefill workers of both models the other. What is left to share
 is memory bandwidth, the router, and the clients.
+
+Gaps grow with the streams' contexts, so quiet and busy times are compared at the same ones: each lasts as long as the
+other, from the beginning of new streams on, and they take turns.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from bench.engines.protocol import Prompts
 from bench.results import Comparison, Measurement, RowResult, Target
@@ -27,7 +31,7 @@ _STREAMS = 4
 _CONTEXT = 128  # tokens of the streams' own prompts
 _SENTENCES, _QUICK_SENTENCES = 10_000, 400  # of all rounds together
 _WORDS = (5, 160)  # of a sentence
-_QUIET_S = 6.0  # before and after, as gaps grow with the streams
+_SEGMENT = 500  # sentences that are encoded beside the same streams
 _TEXT = (
     "the sea was calm and a boat left harbour with nets ropes salt bread for three days while gulls followed it "
     "people on quay watched until only mast could be seen then went home to their work in town where bells rang"
@@ -35,10 +39,8 @@ _TEXT = (
 
 
 def measure(context: Context) -> RowResult:
-    quiet: list[float] = []
-    busy: list[float] = []
-    rates: list[float] = []
-    per_round = (_QUICK_SENTENCES if context.quick else _SENTENCES) // context.rounds
+    rounds: list[_Round] = []
+    num_sentences = _QUICK_SENTENCES if context.quick else _SENTENCES
     prompts = Prompts()
     cores = sorted(os.sched_getaffinity(0))
     halves = cores[: max(1, len(cores) // 2)], cores[len(cores) // 2 :]
@@ -56,21 +58,50 @@ def measure(context: Context) -> RowResult:
         _encode(client, 64, seed=0)  # warm
         for round_number in range(context.rounds):
             context.progress(f"encode beside, round {round_number + 1}")
-            streams = Streams(client)
-            streams.start([prompts.next(_CONTEXT) for _ in range(_STREAMS)])
-            windows = [time.monotonic()]
-            time.sleep(_QUIET_S)
-            windows.append(time.monotonic())
-            _encode(client, per_round, seed=round_number + 1)
-            windows.append(time.monotonic())
-            time.sleep(_QUIET_S)
-            windows.append(time.monotonic())
-            streams.stop()
-            before, beside, after = (streams.gaps_between(*window) for window in itertools.pairwise(windows))
-            quiet.append(percentile(before + after, 0.99))
-            busy.append(percentile(beside, 0.99))
-            rates.append(per_round / (windows[2] - windows[1]))
-    return _result(quiet, busy, rates, num_sentences=per_round * context.rounds)
+            rounds.append(_Round())
+            for segment in _segments(num_sentences // context.rounds):
+                prompts_of_streams = [prompts.next(_CONTEXT) for _ in range(_STREAMS)]
+                rounds[-1].compare(client, prompts_of_streams, num_sentences=segment)
+    return _result(rounds)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """Gaps in seconds, and how long encoding took."""
+
+    quiet: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    num_sentences: int = 0
+    encoding_s: float = 0.0
+
+    def compare(self, client: TwinstageClient, prompts: list[list[int]], *, num_sentences: int) -> None:
+        """Encode so many sentences beside streams of these prompts, then let the same streams run alone as long."""
+        self.num_sentences += num_sentences
+        with _streaming(client, prompts) as streams:
+            started_s = time.monotonic()
+            _encode(client, num_sentences, seed=self.num_sentences)
+            duration_s = time.monotonic() - started_s
+            self.busy += streams.gaps_between(started_s, started_s + duration_s)
+        self.encoding_s += duration_s
+        with _streaming(client, prompts) as streams:
+            started_s = time.monotonic()
+            time.sleep(duration_s)
+            self.quiet += streams.gaps_between(started_s, started_s + duration_s)
+
+
+@contextmanager
+def _streaming(client: TwinstageClient, prompts: list[list[int]]) -> Iterator[Streams]:
+    streams = Streams(client)
+    streams.start(prompts)
+    try:
+        yield streams
+    finally:
+        streams.stop()
+
+
+def _segments(num_sentences: int) -> Iterator[int]:
+    for start in range(0, num_sentences, _SEGMENT):
+        yield min(_SEGMENT, num_sentences - start)
 
 
 def _encode(client: TwinstageClient, count: int, *, seed: int) -> None:
@@ -87,7 +118,11 @@ def _sentences(count: int, seed: int) -> Iterator[str]:
     return (" ".join(source.choices(words, k=source.randint(*_WORDS))) for _ in range(count))
 
 
-def _result(quiet: list[float], busy: list[float], rates: list[float], *, num_sentences: int) -> RowResult:
+def _result(rounds: Sequence[_Round]) -> RowResult:
+    quiet = [percentile(one.quiet, 0.99) for one in rounds]
+    busy = [percentile(one.busy, 0.99) for one in rounds]
+    rates = [one.num_sentences / one.encoding_s for one in rounds]
+    num_sentences = sum(one.num_sentences for one in rounds)
     case = f"{_STREAMS} streams, {num_sentences:,} sentences of {_WORDS[0]} to {_WORDS[1]} words"
     gaps = [("quiet", quiet), ("encoding beside", busy)]
     measurements = [
