@@ -41,6 +41,7 @@ from twinstage.types import AdmittedRequest, RawGenerationRequest
 from twinstage.types.constraints import OutputConstraint
 
 MAX_PROMPTS_AT_ONCE = 32  # of one batch; the others wait
+CLIENT_IS_EARLIER_S = 0.1  # at most, with a deadline that it has set itself and at which it leaves
 
 logger = get_logger(__name__)
 
@@ -183,7 +184,8 @@ class Generation:
             except TimeoutError:
                 raise DeadlineExceeded("the request's deadline is over") from None
         except asyncio.CancelledError:  # by `open`, whose reader has gone; or by a bug, whose reader must not wait
-            call.live.trace.error_reason = Cancelled.reason
+            is_late = time.monotonic() > call.deadline_s - CLIENT_IS_EARLIER_S
+            call.live.trace.error_reason = (DeadlineExceeded if is_late else Cancelled).reason
             outbox.close(Unavailable("the router stopped working on the request; try again"))
             raise
         except Exception as error:  # the outermost frame of this task; the call's handler re-raises it

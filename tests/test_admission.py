@@ -46,6 +46,7 @@ from twinstage.types import (
     ToolChoiceMode,
     Truncation,
 )
+from twinstage.types.constraints import Constraint, ConstraintForm, GrammarBackend, OutputConstraint
 
 PAIRING = Pairing(
     task="generate", model_fingerprint="m", tokenizer_fingerprint="t", kv_layout_fingerprint="k", protocol_version=1
@@ -392,3 +393,20 @@ def test_a_list_of_wrong_ids_gives_a_few_violations_only() -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_fields(raw, served())
     assert violated(caught.value) == [f"prompt_token_ids.ids[{index}]" for index in range(8)]
+
+
+@pytest.mark.parametrize(("ignore_eos", "stop_token_ids"), [(False, ()), (True, (7,))])
+async def test_what_ends_the_generation_ends_no_reasoning(
+    admission: Admission, ignore_eos: bool, stop_token_ids: tuple[int, ...]
+) -> None:
+    grammar = Constraint(backend=GrammarBackend.LLGUIDANCE, form=ConstraintForm.REGEX, text="a")
+    stopping = RawStopping(ignore_eos=ignore_eos, stop_token_ids=stop_token_ids)
+    raw = RawGenerationRequest(prompt=TextPrompt(text="Hi"), stopping=stopping)
+    times = {"arrived_s": 0.0, "deadline_s": 1.0}
+    marked = OutputConstraint(answer=grammar, reasoning_end_ids=(7, 256))
+    with pytest.raises(InvalidRequest) as caught:
+        await admission.admit(raw, served(), request_id="id", constraint=marked, **times)
+    assert violated(caught.value) == ["structured_output.reasoning.end"]
+    other = replace(marked, reasoning_end_ids=(8,))
+    (request,) = await admission.admit(raw, served(), request_id="id", constraint=other, **times)
+    assert request.spec.constraint == other

@@ -197,9 +197,12 @@ async def test_deadline_of_the_client_is_honoured() -> None:
     async with serving() as service:
         service.generators.decode[0].script.stall("reserve")
         started = time.monotonic()
-        error = await failing(service.generation.Generate(generation_pb2.GenerateRequest(prompt="Hello"), timeout=0.5))
+        request = generation_pb2.GenerateRequest(prompt="Hello", request_id="late")
+        error = await failing(service.generation.Generate(request, timeout=0.5))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert 0.4 < time.monotonic() - started < 1.5
+        traces = service.router._live.traces
+        await until(lambda: traces.find("late").error_reason == "DEADLINE_EXCEEDED", what="the trace")
 
 
 async def test_default_timeout_applies_when_the_client_sets_none() -> None:

@@ -11,6 +11,7 @@ from router.admission.answers import ParserChoice, answer_format, behind_reasoni
 from router.admission.defaults import resolve_max_tokens, resolve_repetition, resolve_sampling
 from router.admission.prompts import check_lengths, tokenize_all, tokenize_rendered
 from router.worker_entry import ServedModel
+from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.answers.registry import special_tokens_of
 from twinstage.text.template_process import TemplateProcesses
 from twinstage.types import (
@@ -116,6 +117,11 @@ def _resolve_spec(
     constraint: OutputConstraint | None,
 ) -> SequenceSpec:
     end_of_sequence = () if raw.stopping.ignore_eos else model.description.eos_token_ids
+    stop_token_ids = frozenset(end_of_sequence) | frozenset(raw.stopping.stop_token_ids)
+    if constraint is not None and not stop_token_ids.isdisjoint(constraint.reasoning_end_ids):
+        # It would be forbidden where the reasoning may not end, and end the output where it may.
+        description = "a token of the marker that ends the reasoning ends the generation, too; name another marker"
+        raise InvalidRequest([FieldViolation("structured_output.reasoning.end", description)])
     return SequenceSpec(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -123,7 +129,7 @@ def _resolve_spec(
         num_choices=raw.sampling.n or 1,
         max_tokens=resolve_max_tokens(raw, model),
         min_tokens=raw.stopping.min_tokens or 0,
-        stop_token_ids=frozenset(end_of_sequence) | frozenset(raw.stopping.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         logprobs=raw.output.logprobs,
         priority=raw.priority,
         cache_salt=raw.cache_salt,
