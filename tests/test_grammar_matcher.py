@@ -6,6 +6,7 @@ import json
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import IM_END_ID, IM_START_ID
 from twinstage.errors import InvalidRequest
 from twinstage.grammar.compiled import CompiledGrammars
 from twinstage.grammar.matcher import SequenceMatcher
+from twinstage.grammar.xgrammar_schemas import not_heeded
 from twinstage.text.bundle import read_bundle
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types.constraints import Constraint, ConstraintForm, GrammarBackend, OutputConstraint
@@ -181,6 +183,29 @@ def test_unsupported_keywords_are_named() -> None:
     for backend in BACKENDS:
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             matcher_of(ConstraintForm.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"enum": ["a", 1], "type": "string"}, "beside enum"),
+        ({"const": 1, "minimum": 2}, "beside const"),
+        ({"anyOf": [{"type": "null"}], "type": "string"}, "beside anyOf"),
+        ({"items": {"$ref": "#/$defs/a", "minimum": 3}, "$defs": {"a": {"type": "integer"}}}, "beside $ref"),
+        ({"type": "object", "patternProperties": {"a": {"type": "null"}}}, "patternProperties"),
+        ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": False}, ""),
+        ({"enum": [True], "type": ["integer", "null"]}, "beside enum"),
+        ({"enum": [1, None], "type": ["integer", "null"], "title": "t", "x-order": 1}, ""),
+        ({"const": 1.5, "type": "number"}, ""),
+        ({"anyOf": [{"type": "null"}], "description": "d", "default": None, "$defs": {}}, ""),
+        ({"type": "array", "items": {"$ref": "#/$defs/a", "deprecated": True}, "$defs": {"a": {"const": 1}}}, ""),
+        ({"type": "object", "properties": {"enum": {"const": {"anyOf": 1, "type": 2}}}}, ""),
+    ],
+)
+def test_what_xgrammar_reads_over_is_named(schema: dict[str, Any], wrong: str) -> None:
+    found = list(not_heeded(schema))
+    assert bool(found) == bool(wrong)
+    assert all(wrong in name for name in found)
 
 
 @pytest.mark.parametrize("reference", ["#name", "http://example.org/schema", "other.json#/a"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import llguidance
@@ -19,6 +18,7 @@ import numpy as np
 from twinstage.errors import ModelError
 from twinstage.grammar.matcher import Mask, refused, shortened
 from twinstage.grammar.shape import is_ebnf
+from twinstage.grammar.xgrammar_schemas import not_heeded
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types.constraints import Constraint, ConstraintForm
@@ -31,46 +31,7 @@ except ImportError as error:
 _MAX_WHITESPACE = 20  # as with llguidance
 _MAX_STEP_S = 0.5
 _BITS_OF_WORD = 32
-_UNNAMED = "required of what properties does not name"
-_NO_NAMES = "required that is no list of names"
-_WITH_REF = "other keywords beside $ref"
-_OUTSIDE_REF = "$ref to anything but # and what follows #/"
 _PLACE_IN_SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is (?:true|false): )?")  # before a message
-# What it reads over, or does not see to in every case (0.2.8), so that outputs need not satisfy it: with minLength and
-# maxLength, strings may have control characters; several schemas of allOf allow anything.
-_UNSUPPORTED = frozenset(
-    {
-        "allOf",
-        "contains",
-        "dependentRequired",
-        "dependentSchemas",
-        "else",
-        "if",
-        "maxContains",
-        "maxLength",
-        "minContains",
-        "minLength",
-        "multipleOf",
-        "not",
-        "oneOf",
-        "propertyNames",
-        "then",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "uniqueItems",
-        "$dynamicRef",
-        "$recursiveRef",
-        _NO_NAMES,
-        _OUTSIDE_REF,
-        _UNNAMED,
-        _WITH_REF,
-    }
-)
-_BESIDE_REF = frozenset(
-    {"$ref", "$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default"}
-)
-_HOLDS_A_SCHEMA_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_HOLDS_DATA = frozenset({"const", "enum", "default", "examples"})
 
 
 class XgrammarCompiler:
@@ -160,35 +121,5 @@ def _check_supported(constraint: Constraint) -> None:
     """Raise InvalidRequest that names the keywords of a schema which would not be heeded."""
     if constraint.form is not ConstraintForm.JSON_SCHEMA:
         return
-    found = sorted({name for name in _keywords(json.loads(constraint.text)) if name in _UNSUPPORTED})
-    if found:
+    if found := sorted(set(not_heeded(json.loads(constraint.text)))):
         raise refused(f"xgrammar does not support {', '.join(found)}; take llguidance, or leave it out")
-
-
-def _keywords(schema: Any) -> Iterator[str]:
-    """The keywords of a schema and of those within it."""
-    if isinstance(schema, list):
-        for entry in schema:
-            yield from _keywords(entry)
-    if not isinstance(schema, dict):
-        return
-    if (wrong := _wrong_required(schema)) is not None:
-        yield wrong
-    if "$ref" in schema and not _BESIDE_REF.issuperset(schema):
-        yield _WITH_REF
-    reference = schema.get("$ref", "#")
-    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-        yield _OUTSIDE_REF  # anchors and other documents, for which it allows anything
-    for keyword, value in schema.items():
-        yield keyword
-        if keyword in _HOLDS_A_SCHEMA_BY_NAME and isinstance(value, dict):
-            yield from _keywords(list(value.values()))
-        elif keyword not in _HOLDS_DATA:
-            yield from _keywords(value)
-
-
-def _wrong_required(schema: dict[str, Any]) -> str | None:
-    required, properties = schema.get("required", []), schema.get("properties", {})
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        return _NO_NAMES  # of a draft before the fourth, or plainly wrong
-    return _UNNAMED if isinstance(properties, dict) and not set(required) <= set(properties) else None
