@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from random_requests.cases import GENERATING, METHODS, Case, Method, calls_of
 from random_requests.details import missing_details
-from twinstage.v1 import generation_pb2
+from twinstage.v1 import embedding_pb2, generation_pb2
 
 CALLERS = 24  # at once
 HANG_S = 60.0  # no request here takes that long; whose answer has not come by then never will
@@ -36,6 +36,7 @@ ANSWERS = frozenset(
         grpc.StatusCode.CANCELLED,  # by AbortRequest, which other callers send
     }
 )
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 NOT_BEGUN = "Internal error from Core"  # what grpc.aio says itself of a call whose deadline came before it was sent
 _RESPONSES = {
     "GenerateStream": generation_pb2.GenerateStreamResponse,
@@ -122,6 +123,10 @@ async def _judge(channel: grpc.aio.Channel, case: Case, report: Report) -> None:
         report.problems.append(f"{code.name} ({words}): {_tell(case)}")
     for problem in missing_details(code, words, trailing, METHOD_OF[case.path].request.DESCRIPTOR):
         report.problems.append(f"{code.name} ({words}) with {problem}: {_tell(case)}")
+    if case.method == "EncodeStream":
+        items = map(embedding_pb2.EncodeStreamResponse.FromString, answers)
+        faults = [item.error for item in items if item.error.code and _CODES[item.error.code] not in expected]
+        report.problems += [f"an item with {fault}: {_tell(case)}" for fault in faults]
     if code is grpc.StatusCode.OK and case.method in GENERATING:
         report.served += 1
         if case.method in _RESPONSES and not _is_complete(case.method, answers):
