@@ -21,6 +21,7 @@ from router.gate import Gate
 from router.generation import Deadlines
 from router.worker_entry import ServedModel
 from twinstage.errors import (
+    ComputeFailed,
     DeadlineExceeded,
     FieldViolation,
     InternalError,
@@ -197,9 +198,19 @@ class EmbeddingStream:
         return model
 
     async def _encode(self, admitted: list[tuple[_Waiting, AdmittedInput]], *, deadline_s: float) -> None:
+        """What cannot be computed is looked for by halves, so that it fails alone."""
         assert self._model is not None
-        call = EncodingCall(model=self._model[1], request_id=self._id, deadline_s=deadline_s)
-        vectors = await self._embedding.encoder.encode([entry for _, entry in admitted], call)
+        call = EncodingCall(model=self._model[1], request_id=self._id, deadline_s=deadline_s, is_stream=True)
+        try:
+            vectors = await self._embedding.encoder.encode([entry for _, entry in admitted], call)
+        except ComputeFailed as error:
+            if len(admitted) == 1:
+                admitted[0][0].settle(error)
+                return
+            half = len(admitted) // 2
+            await self._encode(admitted[:half], deadline_s=deadline_s)
+            await self._encode(admitted[half:], deadline_s=deadline_s)
+            return
         for (waiting, _), vector in zip(admitted, vectors, strict=True):
             waiting.settle(vector)
 

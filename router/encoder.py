@@ -69,12 +69,13 @@ class EncodingTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingCall:
-    """Whose inputs are encoded, and until when (monotonic)."""
+    """Whose inputs are encoded, and until when (monotonic). Those of a stream cannot be sent to another router."""
 
     model: ServedModel
     request_id: str
     deadline_s: float
     tally: EncodingTally = field(default_factory=EncodingTally)
+    is_stream: bool = False
 
 
 class BatchEncoder:
@@ -114,6 +115,7 @@ class BatchEncoder:
                     self._workers,
                     model=call.model.name,
                     tokens_sent=lambda: 0,
+                    is_bound=call.is_stream,
                 )
                 await trial.turn()
                 try:

@@ -168,13 +168,21 @@ class Attempts:
             )
 
     async def placed(
-        self, place: Callable[[], Pair | Refusal], workers: WorkerTable, *, model: str, tokens_sent: Callable[[], int]
+        self,
+        place: Callable[[], Pair | Refusal],
+        workers: WorkerTable,
+        *,
+        model: str,
+        tokens_sent: Callable[[], int],
+        is_bound: bool = False,
     ) -> Pair:
         """What `place` says; a request that has failed waits a moment when that is a refusal.
 
-        Raises NoWorker, KvExhausted, or what the last attempt failed with.
+        One that `is_bound` to this router, as part of a stream, waits as those do that have sent tokens. Raises
+        NoWorker, KvExhausted, or what the last attempt failed with.
         """
-        until_s = time.monotonic() + self.patience_s(tokens_sent=tokens_sent())
+        patience_s = self._policy.resume_wait_s if is_bound else self.patience_s(tokens_sent=tokens_sent())
+        until_s = time.monotonic() + patience_s
         has_paused = False
         while True:
             pair = place()

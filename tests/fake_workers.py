@@ -25,7 +25,7 @@ from typing import Any, Self
 import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from twinstage.errors import TwinstageError
+from twinstage.errors import ComputeFailed, TwinstageError
 from twinstage.rpc.convert_description import worker_description_to_proto, worker_load_to_proto
 from twinstage.rpc.convert_worker import (
     kv_grant_from_proto,
@@ -260,6 +260,7 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.grants: list[KvGrant | None] = []
         self.encode_batches: list[int] = []
         self.hangs_at = 0  # tokens of an input on which it computes until it is killed
+        self.fails_at = 0  # tokens of an input on which it fails
         self.encoding: dict[str, list[int]] = {}  # by call, the lengths of the inputs that it computes
         self.cached_tokens: list[int] = []  # what it finds of the next prompts in its cache
         self.peers: dict[str, FakeDecode] = {}
@@ -316,6 +317,8 @@ class FakePrefill(FakeWorker, worker_pb2_grpc.PrefillServiceServicer):
         self.encoding[request.request_id] = [len(entry.token_ids) for entry in request.inputs]
         try:
             await self.script.enter("encode")
+            if self.fails_at in self.encoding[request.request_id]:
+                raise ComputeFailed("the numbers are not finite")
             if self.hangs_at in self.encoding[request.request_id]:
                 await asyncio.Event().wait()
             self.encode_batches.append(len(request.inputs))

@@ -43,6 +43,35 @@ async def test_an_embedding_waits_for_its_only_worker_to_come_back() -> None:
         assert time.monotonic() - began_s > 0.2, "it pauses before it goes back to a worker that refused it"
 
 
+async def test_a_stream_waits_for_its_only_worker_and_an_input_that_cannot_be_computed_fails_alone() -> None:
+    async with serving("--worker-wait", "0", "--max-attempts", "1") as service:
+        (worker,) = service.embedders.prefill
+        worker.fails_at = 7
+        texts = ["ab", "abcdefg", "abc", "b"]
+        inputs: asyncio.Queue[str] = asyncio.Queue()
+
+        async def requests() -> AsyncIterator[embedding_pb2.EncodeStreamRequest]:
+            while text := await inputs.get():
+                yield embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text=text))
+
+        call = service.embedding.EncodeStream(requests(), timeout=30)
+        inputs.put_nowait("a")
+        assert (await call.read()).HasField("embedding")
+        await worker.kill()
+        await until(lambda: not service.router.workers.models["embedder"].prefill, what="the loss")
+        for text in [*texts, ""]:
+            inputs.put_nowait(text)
+        answer = asyncio.create_task(call.read())
+        await asyncio.sleep(0.2)
+        assert not answer.done(), "another router would know nothing of the stream"
+        await worker.restart()
+        answers = [await answer, *[await call.read() for _ in texts[1:]]]
+        assert [answer.HasField("embedding") for answer in answers] == [True, False, True, True]
+        assert answers[1].error.reason == "COMPUTE_FAILED"
+        assert list(answers[2].embedding.values) == pytest.approx(vector_of("abc", normalize=True))
+        assert (await failing(embed_alone(service, texts[1]))).code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_an_embedding_that_workers_die_of_is_refused_and_those_beside_it_live() -> None:
     poison = "x" * 11
     async with serving("--worker-wait", "5", "--max-attempts", "4", embed=2) as service:
