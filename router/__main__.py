@@ -24,7 +24,7 @@ from router.observer import RouterObserver
 from router.poison import PoisonBook
 from router.quotas import Quotas
 from router.scoring import Scoring
-from router.service import SERVICE_NAMES, add_services, right_for, served_methods, update_health
+from router.service import SERVICE_NAMES, WORK_OF_SERVICE, add_services, right_for, served_methods, update_health
 from router.text_threads import TextThreads
 from router.trace import Traces
 from router.workers import WorkerTable
@@ -95,7 +95,7 @@ class Router:
             max_streams_per_connection=settings.max_streams_per_connection,
             max_connection_age_s=settings.max_connection_age,
             max_connection_age_grace_s=settings.max_connection_age_grace,
-            observer=RouterObserver(self._live.traces, self._metrics),
+            observer=RouterObserver(self._live.traces, self._metrics, traced=WORK_OF_SERVICE),
         )
         self._add_services()
         self.port = 0

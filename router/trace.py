@@ -13,7 +13,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from twinstage.errors import AlreadyExists, Cancelled, InternalError, NotFound, TwinstageError, Unauthenticated
+from twinstage.errors import (
+    AlreadyExists,
+    Cancelled,
+    InternalError,
+    NotFound,
+    PermissionDenied,
+    TwinstageError,
+    Unauthenticated,
+)
 from twinstage.telemetry.trace_context import TraceContext, current_trace
 
 MAX_ENDED = 1000  # traces that are kept after their requests have ended
@@ -122,7 +130,7 @@ class Traces:
         known = self._live.get(request_id) or self._ended.get(request_id)
         if known is not None and (known.context is current_trace() or known.duration_s is None):
             return
-        if isinstance(error, AlreadyExists | Unauthenticated):
+        if isinstance(error, AlreadyExists | Unauthenticated | PermissionDenied):
             return
         trace = RequestTrace(request_id=request_id, context=current_trace(), error_reason=reason_of(error))
         self.end(trace)

@@ -11,7 +11,15 @@ import pytest
 from harness import ProcessCluster
 from router.trace import MAX_SPANS, RequestTrace, Traces
 from served_router import failing, serving
-from twinstage.errors import AlreadyExists, ComputeFailed, NotFound, QuotaExceeded, Unauthenticated, WorkerLost
+from twinstage.errors import (
+    AlreadyExists,
+    ComputeFailed,
+    NotFound,
+    PermissionDenied,
+    QuotaExceeded,
+    Unauthenticated,
+    WorkerLost,
+)
 from twinstage.lifecycle import Failed, PrefillPhase
 from twinstage.rpc.convert_worker import sequence_spec_from_proto, sequence_spec_to_proto
 from twinstage.telemetry.ends import log_end
@@ -80,7 +88,8 @@ def test_a_refusal_is_remembered_but_not_in_place_of_what_is_in_progress() -> No
     set_current_trace(continue_trace(()))  # another call
     traces.refused("live", QuotaExceeded("too much"))
     assert traces.find("live") is live
-    for error in (AlreadyExists("in use", resource_type="request", resource_name="r"), Unauthenticated("no token")):
+    in_use = AlreadyExists("in use", resource_type="request", resource_name="r")
+    for error in (in_use, Unauthenticated("no token"), PermissionDenied("no right")):
         traces.refused("r", error)
         with pytest.raises(NotFound):
             traces.find("r")
@@ -125,6 +134,14 @@ async def test_refused_requests_are_told_too() -> None:
             assert (trace.error_reason, trace.trace_id) == (reason, TRACE), request_id
             assert trace.HasField("duration")
         await failing(service.embedding.Embed(embedding_pb2.EmbedRequest(request_id="none"), timeout=10))
+        assert (await trace_of(service, "none")).error_reason == "INVALID_REQUEST"
+        # Who asks about a request, or wants to end it, displaces its trace in no way.
+        for call in (
+            admin_pb2.GetTraceRequest(request_id="nobody"),
+            admin_pb2.AbortRequestRequest(request_id="none"),
+        ) * 2:
+            name = type(call).__name__.removesuffix("Request")
+            assert (await failing(getattr(service.admin, name)(call, timeout=10))).code() is grpc.StatusCode.NOT_FOUND
         assert (await trace_of(service, "none")).error_reason == "INVALID_REQUEST"
 
 

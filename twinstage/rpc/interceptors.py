@@ -253,7 +253,7 @@ class _Call:
     async def _abort(self, context: Context, error: Exception, *, event: str, level: int = logging.DEBUG) -> NoReturn:
         """Send the status and raise grpc.aio.AbortError, or CancelledError when the client has gone meanwhile."""
         if self.observer is not None:
-            self.observer.failing(error)
+            self.observer.failing(self.method, error)
         status = error_to_status(error, current_request_id())
         try:
             async with asyncio.timeout(LAST_WORD_S):

@@ -11,5 +11,5 @@ class CallObserver(Protocol):
     def handled(self, method: str, code: str, seconds: float) -> None:
         """A call of "/package.Service/Method" has ended, with a gRPC code by name."""
 
-    def failing(self, error: Exception) -> None:
+    def failing(self, method: str, error: Exception) -> None:
         """The client of the call that the present task serves is about to be told of `error`."""
