@@ -14,7 +14,15 @@ from structlog.testing import capture_logs
 import decode_worker.arrivals
 from decode_bench import NUM_BLOCKS, collect, collect_from, failure_of, make_spec, open_bench
 from decode_worker.sessions import SessionStep
-from twinstage.errors import ComputeFailed, DeadlineExceeded, Draining, StaleHandle, TransferError, WorkerLost
+from twinstage.errors import (
+    ComputeFailed,
+    DeadlineExceeded,
+    Draining,
+    IntegrityError,
+    StaleHandle,
+    TransferError,
+    WorkerLost,
+)
 from twinstage.hosting.books import keep_checking
 from twinstage.lifecycle import DecodePhase, Lifecycle
 from twinstage.types import FinishReason, RequestId, SequenceSpec
@@ -452,6 +460,23 @@ async def test_books_that_do_not_balance_are_found_when_the_worker_is_idle_and_i
         assert (await bench.load()).draining
         bench.worker.end_session(bench.worker.open_session("who collects what it has left"))
         bench.pool._let_go(grant.block_ids[0])
+
+
+async def test_a_check_that_fails_by_itself_is_not_the_last_one_and_drains_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks: list[Exception] = [IntegrityError("two owners"), KeyError("a bug in the check")]
+
+    def check() -> None:
+        assert not bench.worker._door.is_closed
+        raise checks.pop()
+
+    async with open_bench() as bench:
+        monkeypatch.setattr(bench.worker, "check_books", check)
+        async with asyncio.timeout(5):
+            await keep_checking(bench.worker, interval_s=0.0)
+        assert not checks
+        assert (await bench.load()).draining
 
 
 async def test_many_requests_through_a_small_pool_are_all_right() -> None:

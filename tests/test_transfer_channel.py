@@ -425,6 +425,28 @@ def test_a_connection_without_a_thread_takes_no_transfer_and_the_next_one_is_mad
         assert isinstance(ends.results.wait(good.transfer_id), HandoverDone)
 
 
+def test_a_sender_that_cannot_hear_any_more_gives_the_connection_up_and_makes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def post(peer: Peer, said: object) -> int:
+        monkeypatch.undo()
+        raise KeyError("a bug")
+
+    with open_ends("tcp") as ends:
+        monkeypatch.setattr(Peer, "_post", post)
+        lost, good = ends.grant((1,)), ends.grant((2,))
+        ends.receiver.expect(lost)
+        ends.receiver.expect(good)
+        ends.sender.open(lost, ends.results.callback(lost.transfer_id))
+        outcome = ends.results.wait(lost.transfer_id)
+        assert isinstance(outcome, HandoverFailed)
+        assert "could not be heard" in str(outcome.error)
+        transfer = ends.sender.open(good, ends.results.callback(good.transfer_id))
+        transfer.write([0], 0)
+        transfer.commit(commit_of(good.transfer_id))
+        assert isinstance(ends.results.wait(good.transfer_id), HandoverDone)
+
+
 # --- ways that lead nowhere -----------------------------------------------------------------------
 
 

@@ -64,3 +64,5 @@ async def keep_checking(worker: Checked, *, interval_s: float = CHECK_INTERVAL_S
             logger.error("the block pool's books do not balance, so the worker drains", error=str(error))
             worker.begin_drain(fault="its books of KV blocks do not balance")
             return
+        except Exception:  # a bug in the check says nothing about the books, and must not be the last check
+            logger.exception("the block pool's books could not be checked")

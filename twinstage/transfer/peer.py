@@ -173,6 +173,9 @@ class Peer:
             said = TransferError(f"decode worker {self._name} ended the connection")
         except TransferError as error:
             said = error
+        except Exception:  # the outermost boundary of this thread: the writer must learn that nobody listens any more
+            logger.exception("the kv sender cannot hear", peer=self._name)
+            said = TransferError(f"decode worker {self._name} could not be heard")
         self._post(said)
 
     def _post(self, said: Message | TransferError) -> int:
