@@ -22,13 +22,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import xxhash
 
 from twinstage.errors import ChecksumMismatch, InternalError, StaleHandle, TransferError, TwinstageError
 from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
+from twinstage.transfer.delegate import TransferDelegate
 from twinstage.transfer.handshake import Session
 from twinstage.transfer.incoming import IncomingTable, IncomingTransfer, call_back
 from twinstage.transfer.messages import (
@@ -48,35 +48,13 @@ from twinstage.transfer.messages import (
     commit_from_message,
 )
 from twinstage.transfer.tcp import receive_payload
-from twinstage.transfer.values import HandoverCommit, ReceivedBlocks
+from twinstage.transfer.values import ReceivedBlocks
 from twinstage.transfer.wire import Frame, FrameSocket
 
 logger = get_logger(__name__)
 
 _SEND_S = 1.0  # for an answer; a sender that leaves hundreds of answers unread is stuck, and its connection ends
 _REVOKE_S = 0.0  # the owner's thread is not made to wait for a stuck sender at all
-
-
-class TransferDelegate(Protocol):
-    """The owner of the blocks. Called on the channel's threads: `opened`, then one of the others; not after it revoked.
-
-    A call that had begun when `revoke` was called may still arrive; the owner ignores transfers it does not know.
-    """
-
-    def opened(self, transfer_id: int) -> None:
-        """A sender has shown the grant's token: blocks are coming."""
-
-    def committed(self, transfer_id: int, commit: HandoverCommit, received: ReceivedBlocks) -> None:
-        """All granted blocks are here, verified, and nobody writes to them any more.
-
-        A TwinstageError that this raises is what the sender gets instead of the acknowledgement.
-        """
-
-    def failed(self, transfer_id: int, error: TransferError) -> None:
-        """The sender aborted, went away or broke the rules.
-
-        A late write may still land: the blocks may be reused once `KvReceiver.revoke` has reported the fence.
-        """
 
 
 class Connection:

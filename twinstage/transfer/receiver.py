@@ -23,7 +23,8 @@ from twinstage.kv.memory import BlockMemory
 from twinstage.telemetry.log import get_logger
 from twinstage.transfer import tcp
 from twinstage.transfer.callers import MAX_CONNECTIONS, Callers
-from twinstage.transfer.connection import Connection, TransferDelegate
+from twinstage.transfer.connection import Connection
+from twinstage.transfer.delegate import TransferDelegate
 from twinstage.transfer.handshake import KvSecret, key_source, welcome
 from twinstage.transfer.host import host_id
 from twinstage.transfer.incoming import FenceCallback, IncomingTable, call_back
