@@ -103,7 +103,7 @@ class Continuation:
             if num_tokens and len(self._choices) > 1 and not attempts.are_over:
                 return  # their tokens differ, and so does what is to be computed again
         assert attempts.error is not None
-        raise attempts.giving_up(attempts.error, tokens_sent=self._tokens_sent())
+        raise attempts.error
 
     def _place(self, turn: int) -> Pair | Refusal:
         limit = self._model.description.max_model_len

@@ -192,7 +192,7 @@ class Attempts:
                 has_paused = True
                 await self._backoff.wait()  # before it goes back to a worker that has failed it: longer each time
             elif pair in NEVER_FITS or not await workers.changed(until_s=until_s):
-                raise self.giving_up(self.error or refused(pair, model), tokens_sent=tokens_sent())
+                raise self.error or refused(pair, model)
 
     def continued(self) -> Attempts:
         """The same history for a part of the request that goes on by itself."""
@@ -217,14 +217,18 @@ class Attempts:
         """These workers are there now. Who is gone and comes back, be it as the same one, has another chance."""
         self.excluded &= frozenset(present)
 
-    def giving_up(self, error: TwinstageError, *, tokens_sent: int) -> TwinstageError:
-        """What the client is told."""
-        if not tokens_sent:
-            return error
-        return StreamBroken(
-            f"a worker failed after {tokens_sent} tokens had been sent, and the request was not continued: {error}",
-            tokens_sent=tokens_sent,
-        )
+
+def broken_off(error: Exception, *, tokens_sent: int) -> Exception:
+    """What a client is told of `error`: one that has tokens cannot simply ask again.
+
+    To be called when no more tokens follow: of several choices or prompts, others make some while one of them fails.
+    """
+    if not tokens_sent or not isinstance(error, TwinstageError) or not error.retryable:
+        return error
+    return StreamBroken(
+        f"a worker failed after {tokens_sent} tokens had been sent, and the request was not continued: {error}",
+        tokens_sent=tokens_sent,
+    )
 
 
 def refused(refusal: Refusal, model: str) -> TwinstageError:

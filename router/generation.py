@@ -20,7 +20,7 @@ from router.admission import Admission, check_fields, kind_of
 from router.admission.defaults import num_continuations
 from router.admission.forced_calls import blame_tools, must_call, with_forced_calls
 from router.catalog import Work, find_model
-from router.failover import FailoverPolicy, Probation
+from router.failover import FailoverPolicy, Probation, broken_off
 from router.flow import Flow
 from router.gate import Gate
 from router.limits import MAX_PRIORITY
@@ -188,7 +188,8 @@ class Generation:
             call.live.trace.error_reason = (DeadlineExceeded if is_late else Cancelled).reason
             outbox.close(Unavailable("the router stopped working on the request; try again"))
             raise
-        except Exception as error:  # the outermost frame of this task; the call's handler re-raises it
+        except Exception as raised:  # the outermost frame of this task; the call's handler re-raises it
+            error = broken_off(raised, tokens_sent=outbox.num_tokens if call.is_streamed else 0)
             call.live.trace.error_reason = reason_of(error)
             if isinstance(error, PoisonedRequest):
                 self._poison.convict(call.raw, call.model, caller=call.caller)

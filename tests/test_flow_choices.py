@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from fake_workers import BLOCK_BYTES, FakeDecode, Script, until
 from flow_rig import Answer, Rig, collect, expected_text, request, running
+from router import together
 from router.admission.rules import check_fields
 from router.failover import FailoverPolicy
 from router.outbox import DeltaEvent, Event, FinishEvent, PromptEvent, SummaryEvent
@@ -25,6 +28,7 @@ from twinstage.types import (
     BatchPrompt,
     Finish,
     FinishReason,
+    ProducedToken,
     RawGenerationRequest,
     RawRepetition,
     RawSampling,
@@ -245,6 +249,34 @@ async def test_a_stream_that_cannot_be_continued_says_how_much_was_sent_of_all_c
         with pytest.raises(StreamBroken) as caught:
             await reading
         assert caught.value.tokens_sent == 3 * N
+
+
+async def test_tokens_of_the_others_count_until_the_last_of_them_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt of a batch fails; before the other one is told to end, more of its tokens are sent."""
+    end = together._end
+    async with running() as rig:
+        rig.cluster.decode[0].script.stall("decode 3")
+        go_on = rig.cluster.prefill[0].script.stall("first_token", then=ComputeFailed("no"))
+        async with rig.generation.open(batch("one", "two"), timeout_s=10, is_streamed=True) as call:
+
+            async def end_late(tasks: Sequence[asyncio.Task[Any]]) -> None:
+                call.outbox.put(DeltaEvent(index=1, text="late", tokens=(ProducedToken(token_id=1),) * 2))
+                await end(tasks)
+
+            monkeypatch.setattr(together, "_end", end_late)
+            received: list[Event] = []
+
+            async def read() -> None:
+                async for event in call.outbox.events():
+                    received.append(event)
+                    if len(Answer(received).token_ids) >= 2:
+                        rig.cluster.prefill[0].script.fail("first_token", ComputeFailed("no"), times=2)
+                        go_on.set()
+
+            with pytest.raises(StreamBroken) as caught:
+                await read()
+            assert caught.value.tokens_sent == len(Answer(received).token_ids)
+            assert f"after {caught.value.tokens_sent} tokens" in str(caught.value)
 
 
 async def test_an_error_that_no_retry_can_cure_ends_all_choices() -> None:
