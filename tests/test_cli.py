@@ -72,6 +72,7 @@ def test_answer_on_stdout_and_totals_on_stderr(
     api: FakeApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     flags = ["--max-tokens", "9", "--temperature", "0.5", "--seed", "3", "--stop", "END", "--stop", "."]
+    flags += ["--top-p", "0.75", "--top-k", "5", "--min-p", "0.25", "--repetition-penalty", "1.5"]
     flags += ["--model", "m", "--timeout", "20"]
     assert run(monkeypatch, command, "Hi", "--address", api.address, *flags) == 0
     output = capsys.readouterr()
@@ -84,6 +85,8 @@ def test_answer_on_stdout_and_totals_on_stderr(
     (request,) = api.requests
     assert (request.model, request.stopping.max_tokens, list(request.stopping.stop)) == ("m", 9, ["END", "."])
     assert (request.sampling.temperature, request.sampling.seed) == (0.5, 3)
+    assert (request.sampling.top_p, request.sampling.top_k, request.sampling.min_p) == (0.75, 5, 0.25)
+    assert request.sampling.repetition_penalty == 1.5
     assert (request.prompt if command == "generate" else request.messages[0].content) == "Hi"
 
 

@@ -40,6 +40,18 @@ class AskFlags:
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0, help="Softmax temperature; 0 takes the most likely token.")
     ] = None
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Draw from the fewest tokens that have this probability together.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many of the likeliest tokens.")] = (
+        None
+    )
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Draw from tokens at least so likely, measured by the likeliest.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", help="Above 1, what has occurred becomes less likely.")
+    ] = None
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the random numbers.")] = None
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text. Repeatable.")] = None
     json_schema: Annotated[
@@ -71,7 +83,14 @@ class AskFlags:
 
         return Options(
             model=self.model,
-            sampling=Sampling(temperature=self.temperature, seed=self.seed),
+            sampling=Sampling(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                seed=self.seed,
+            ),
             stopping=Stopping(max_tokens=self.max_tokens, stop=tuple(self.stop or ())),
             structured_output=self._structured_output(),
             timeout_s=self.timeout,

@@ -6,6 +6,7 @@ It computes within limits (fuel, states, items) and says so when it reaches one,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _BYTES = 64 * 1024  # the library tells no figure, so this is a guess
 _BYTES_A_CHARACTER = 64
 
@@ -48,7 +51,7 @@ class LlguidanceCompiler:
             raise refused(shortened(str(error))) from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise refused(shortened(matcher.get_error()))
+            raise refused(shortened(_advised(matcher.get_error())))
         return LlguidanceMatcher(matcher, self._eos_token_id, memory_bytes=_BYTES + _BYTES_A_CHARACTER * len(grammar))
 
 
@@ -108,6 +111,15 @@ def _grammar_of(constraint: Constraint) -> str:
             return str(to_grammar.grammar_from_lark(any_to_lark(constraint.text)))
         case ConstraintForm.STRUCTURAL_TAG:
             raise ValueError("llguidance has no structural_tag")
+
+
+def _advised(message: str) -> str:
+    """What the library says of a schema that it does not support, with what to do."""
+    if match := _UNIMPLEMENTED.search(message):
+        return f"llguidance does not support {match[1].replace(chr(34), '')}: leave that out"
+    if match := _UNKNOWN_FORMAT.search(message):
+        return f"llguidance does not know the format {match[1]}: leave it out, or say it by a pattern"
+    return message
 
 
 def _lark_of_choices(choices: Sequence[str]) -> str:
