@@ -59,6 +59,7 @@ class FakeApi(
     refusals: list[TwinstageError] = field(default_factory=list)  # of the next requests, before anything is answered
     hangs: bool = False
     hangs_at: str = ""  # the text of a stream at which it hangs
+    fingerprint: str = ""  # of its model
     bad_document: str = ""  # that no call can score
     leaves_out_summary: bool = False
     script: list[list[generation_pb2.Delta]] = field(default_factory=list)  # instead of texts, by call
@@ -189,6 +190,7 @@ class FakeApi(
         model = model_pb2.Model(
             name="m", task=model_pb2.MODEL_TASK_GENERATE, max_model_len=8192, vocab_size=49152, ready=True
         )
+        model.fingerprint = self.fingerprint
         model.labels.extend(["good", "bad"])
         return model_pb2.ListModelsResponse(models=[model])
 

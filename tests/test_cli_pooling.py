@@ -52,7 +52,7 @@ def test_a_file_of_texts_becomes_a_file_of_vectors(
     output = tmp_path / "vectors.npy"
     arguments = ["embed", "--input", str(texts), "--address", api.address, "--prompt-name", "q", "--output"]
     assert run(monkeypatch, *arguments, str(output)) == 1
-    assert {request.prompt_name for request in api.requests} == {"q"}
+    assert {request.prompt_name for request in api.requests[1:]} == {"q"}, "after it has asked for the models"
     assert "2 of 4 lines failed, the first in line 1: input: is bad" in capsys.readouterr().err
     vectors = np.load(output)
     assert vectors.dtype == np.float32
@@ -75,7 +75,12 @@ def test_pairs_of_a_file_are_scored(api: FakeApi, monkeypatch: pytest.MonkeyPatc
     output = tmp_path / "scores.npy"
     assert run(monkeypatch, "score", "--input", str(pairs), "--output", str(output), "--address", api.address) == 0
     assert np.load(output).tolist() == [0.5, -0.5]
-    assert (list(api.requests[0].queries), list(api.requests[0].documents)) == (["q", "r"], ["d", "e"])
+    assert (list(api.requests[1].queries), list(api.requests[1].documents)) == (["q", "r"], ["d", "e"])
+    long = json.dumps({"query": "q", "document": "d" * 500_000})
+    pairs.write_text("".join(f"{long}\n" for _ in range(5)), encoding="utf-8")
+    assert run(monkeypatch, "score", "--input", str(pairs), "--output", str(output), "--address", api.address) == 0
+    assert [len(request.documents) for request in api.requests[3:]] == [2, 2, 1], "no more than the router takes"
+    assert np.load(output).tolist() == [0.5, -0.5, 0.5, -0.5, 0.5]
 
 
 def test_probabilities_of_labels(
@@ -112,14 +117,20 @@ def test_what_is_no_fault_of_a_text_ends_the_run_and_writes_no_row(
     texts, output = tmp_path / "texts.txt", tmp_path / "vectors.jsonl"
     texts.write_text("a\nlost\nccc\n", encoding="utf-8")
     with serving(FakeApi()) as api:
-        flags = ["embed", "--input", str(texts), "--output", str(output), "--address", api.address]
+        flags = ["embed", "--model", "m", "--input", str(texts), "--output", str(output), "--address", api.address]
         assert run(monkeypatch, *flags) == 1
         assert "no worker" in capsys.readouterr().err
         assert not output.exists()
         assert len(Path(f"{output}.part").read_text(encoding="utf-8").splitlines()) == 1
+    with serving(FakeApi(fingerprint="another")) as api:
+        flags[-1] = api.address
+        assert run(monkeypatch, *flags) == 2
+        assert "or on another model" in capsys.readouterr().err
         texts.write_text("a\nother\nccc\n", encoding="utf-8")
         assert run(monkeypatch, *flags) == 2, "it is other input"
-        assert run(monkeypatch, *flags[:2], str(texts), "--output", str(texts), *flags[5:]) == 2
+        texts = texts.rename(tmp_path / "texts.jsonl")
+        assert run(monkeypatch, *flags[:4], str(texts), "--output", str(texts), *flags[7:]) == 2
+        assert "would be written over --input" in capsys.readouterr().err
 
 
 def test_a_full_disk_loses_and_doubles_nothing(
@@ -223,7 +234,8 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
         assert "with other options" in capsys.readouterr().err
         assert run(monkeypatch, *flags) == 0
         assert "4 of 7 are there already" in capsys.readouterr().err
-        assert [len(request.input.text) for request in api.requests] == [5, 6, 7]
+        streamed = [request for request in api.requests if isinstance(request, embedding_pb2.EncodeStreamRequest)]
+        assert [len(request.input.text) for request in streamed] == [5, 6, 7]
     if suffix == ".npy":
         vectors = np.load(output).tolist()
     else:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from twinstage.cli.batch_files import Output, Records
+from twinstage.cli.batch_files import Output, Records, check_output
 from twinstage.cli.output import console_for_errors
 from twinstage.client import TwinstageClient
 from twinstage.errors import ConfigError, InternalError, InvalidRequest, PoisonedRequest, TwinstageError
-from twinstage.types import PoolingTask, Truncation
+from twinstage.types import PoolingTask, Task, Truncation
 
 PAIRS_PER_CALL = 64
+BYTES_PER_CALL = 1024 * 1024
 MOST_DOCUMENTS = 2048  # of a call, as docs/limits.md has it
 
 
@@ -57,19 +57,21 @@ def _encode(
     What is not the fault of a text ends the run at once, so that it can be gone on with.
     """
     records = _records(input_path, output_path, ["text"])
-    made_of = {"input": records.digest, **options, "truncation": repr(options["truncation"])}
-    with Output(output_path, value_name=value_name, made_of=made_of) as output:
-        texts = (text for (text,) in records.read(start=output.num_rows))
-        failed: list[str] = []
-        with client, _progress(records, output) as advance:
-            for result in client.encode_stream(texts, task=task, **options):
-                if result.error is not None:
-                    if not _blames(result.error, "input"):
-                        raise result.error
-                    failed.append(f"line {output.num_rows + 1}: {result.error}")
-                output.write(result.rows[0] if result.error is None else None, error=str(result.error or ""))
-                advance(1)
-        _end(records, output, failed)
+    with client:
+        served = _served(client, options["model"])
+        made_of = {"input": records.digest, **options, "truncation": repr(options["truncation"]), "served": served}
+        with Output(output_path, value_name=value_name, made_of=made_of) as output:
+            texts = (text for (text,) in records.read(start=output.num_rows))
+            failed: list[str] = []
+            with _progress(records, output) as advance:
+                for result in client.encode_stream(texts, task=task, **options):
+                    if result.error is not None:
+                        if not _blames(result.error, "input"):
+                            raise result.error
+                        failed.append(f"line {output.num_rows + 1}: {result.error}")
+                    output.write(result.rows[0] if result.error is None else None, error=str(result.error or ""))
+                    advance(1)
+            _end(records, output, failed)
 
 
 def score(
@@ -77,19 +79,42 @@ def score(
 ) -> None:
     """Score all pairs of a file. Raises InternalError at the end when some failed; other failures as for `embed`."""
     records = _records(input_path, output_path, ["query", "document"])
-    made_of = {"input": records.digest, "model": model, "truncation": repr(truncation)}
-    with Output(output_path, value_name="score", made_of=made_of) as output:
-        pairs = records.read(start=output.num_rows)
-        failed: list[str] = []
-        with client, _progress(records, output) as advance:
-            while some := list(islice(pairs, PAIRS_PER_CALL)):
-                for value in _scores(client, some, model=model, truncation=truncation):
-                    is_error = isinstance(value, TwinstageError)
-                    if is_error:
-                        failed.append(f"line {output.num_rows + 1}: {value}")
-                    output.write(None if is_error else [value], error=str(value) if is_error else "")
-                advance(len(some))
-        _end(records, output, failed)
+    with client:
+        served = _served(client, model)
+        made_of = {"input": records.digest, "model": model, "truncation": repr(truncation), "served": served}
+        with Output(output_path, value_name="score", made_of=made_of) as output:
+            failed: list[str] = []
+            with _progress(records, output) as advance:
+                for some in _calls(records.read(start=output.num_rows)):
+                    for value in _scores(client, some, model=model, truncation=truncation):
+                        is_error = isinstance(value, TwinstageError)
+                        if is_error:
+                            failed.append(f"line {output.num_rows + 1}: {value}")
+                        output.write(None if is_error else [value], error=str(value) if is_error else "")
+                    advance(len(some))
+            _end(records, output, failed)
+
+
+def _served(client: TwinstageClient, model: str) -> dict[str, str]:
+    """What decides the numbers: the fingerprints of the models that pool, or of the one that is named."""
+    found = client.models()
+    meant = (entry for entry in found if (entry.name == model if model else entry.task is not Task.GENERATE))
+    return {entry.name: entry.fingerprint for entry in meant}
+
+
+def _calls(pairs: Iterator[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """The pairs of each call, of a size that the router takes; one that is larger goes alone."""
+    call: list[tuple[str, ...]] = []
+    size = 0
+    for pair in pairs:
+        pair_bytes = sum(len(text.encode()) for text in pair)
+        if call and (len(call) == PAIRS_PER_CALL or size + pair_bytes > BYTES_PER_CALL):
+            yield call
+            call, size = [], 0
+        call.append(pair)
+        size += pair_bytes
+    if call:
+        yield call
 
 
 def _scores(
@@ -121,6 +146,7 @@ def _blames(error: TwinstageError, *fields: str) -> bool:
 
 def _records(input_path: Path, output_path: Path, fields: Sequence[str]) -> Records:
     """Raises ConfigError."""
+    check_output(output_path)
     if output_path.exists() and input_path.exists() and output_path.samefile(input_path):
         raise ConfigError(f"--output {output_path} would be written over --input")
     return Records(input_path, fields)

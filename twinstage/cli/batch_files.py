@@ -87,13 +87,20 @@ def _can_be_sent(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def check_output(path: Path) -> None:
+    """Raises ConfigError for a path that cannot be written, as far as that shows."""
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"--output {path}: the name has to end with {' or '.join(_FORMATS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path} cannot be written: there is no directory {path.parent}")
+
+
 class Output:
     """Rows of numbers on their way into a file. The file is there once all are."""
 
     def __init__(self, path: Path, *, value_name: str, made_of: Mapping[str, Any]) -> None:
         """`made_of` says what decides the rows: only an output of the same is gone on with. Raises ConfigError."""
-        if path.suffix not in _FORMATS:
-            raise ConfigError(f"--output {path}: the name has to end with {' or '.join(_FORMATS)}")
+        check_output(path)
         self._path = path
         self._part, self._run = path.with_name(path.name + ".part"), path.with_name(path.name + ".run")
         self._value_name = value_name
@@ -135,8 +142,8 @@ class Output:
         if known != self._made_of:
             if self.num_rows:
                 raise ConfigError(
-                    f"{self._part} is of a run on other input or with other options: remove {self._run}, or run that "
-                    "again"
+                    f"{self._part} is of a run on other input, with other options or on another model: remove "
+                    f"{self._run}, or run that again"
                 )
             self._width = 0
             self._write_run()
