@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_process_that_is_stuck(grammars: CompiledGrammars) ->
     process._matching._end.settimeout(0.05)
     os.kill(process._child.pid, signal.SIGSTOP)
     started_s = time.monotonic()
-    with pytest.raises(InvalidRequest, match="for one token"):
+    with pytest.raises(Unavailable, match="no answer within"):  # nobody knows that it was the grammar's fault
         matcher.accept(TOKENIZER.encode("a")[0])
     with pytest.raises(Unavailable):
         other.accept(TOKENIZER.encode("a")[0])

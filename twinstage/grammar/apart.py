@@ -157,7 +157,8 @@ class MatchingProcess:
             self.end()
             if channel is self._compiling:
                 raise Overloaded(f"the output's grammar was not compiled within {channel.timeout_s:g} s") from None
-            raise refused(f"takes {self.backend.value} more than {channel.timeout_s:g} s for one token") from None
+            # The grammar may be to blame, or a machine that has no time for the child: who tries again will see.
+            raise Unavailable(f"{self.backend.value} gave no answer within {channel.timeout_s:g} s") from None
         except OSError:
             if not self.is_lost:
                 logger.warning("the process that matches grammars ended", backend=self.backend.value)
