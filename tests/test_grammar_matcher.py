@@ -199,6 +199,8 @@ def test_unsupported_keywords_are_named() -> None:
         ({"enum": [True], "type": ["integer", "null"]}, "beside enum"),
         ({"enum": [1, None], "type": ["integer", "null"], "title": "t", "x-order": 1}, ""),
         ({"const": 1.5, "type": "number"}, ""),
+        ({"const": "a", "enum": ["a"], "type": "string"}, ""),
+        ({"const": "a", "enum": ["a", "b"]}, "beside "),
         ({"anyOf": [{"type": "null"}], "description": "d", "default": None, "$defs": {}}, ""),
         ({"type": "array", "items": {"$ref": "#/$defs/a", "deprecated": True}, "$defs": {"a": {"const": 1}}}, ""),
         ({"type": "object", "properties": {"enum": {"const": {"anyOf": 1, "type": 2}}}}, ""),

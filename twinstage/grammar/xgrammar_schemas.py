@@ -31,7 +31,7 @@ _UNSUPPORTED = frozenset(
         "$recursiveRef",
     }
 )
-# Beside one of these it heeds no other keyword, save a type that all values have.
+# Beside one of these it heeds no other keyword; values may have their type beside them, and one value may be both.
 _VALUES = ("const", "enum")
 _ALONE = (*_VALUES, "anyOf", "$ref")
 _HEEDED = frozenset(
@@ -102,11 +102,17 @@ def _of_one(schema: dict[str, Any]) -> Iterator[str]:
 
 def _is_alone(keyword: str, schema: dict[str, Any]) -> bool:
     others = (_HEEDED & schema.keys()) - {keyword}
-    if keyword not in _VALUES or others != {"type"}:
+    if keyword not in _VALUES or not others <= {"type", *_VALUES}:
         return not others
-    values = [schema["const"]] if keyword == "const" else schema["enum"]
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    return isinstance(values, list) and all(_types_of(value) & {*map(str, types)} for value in values)
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    if schema.get("enum", values) != values:
+        return False  # of both, it heeds one
+    return "type" not in schema or _all_are_of(values, schema["type"])
+
+
+def _all_are_of(values: Any, types: Any) -> bool:
+    names = {*map(str, types if isinstance(types, list) else [types])}
+    return isinstance(values, list) and all(_types_of(value) & names for value in values)
 
 
 def _types_of(value: Any) -> set[str]:
