@@ -43,7 +43,9 @@ def test_which_template_a_reranker_has() -> None:
     assert with_score_template(BUNDLE, "own") == "own"
     assert with_score_template(replace(BUNDLE, chat_template="{{ messages }}"), None) == YES_NO_TEMPLATE
     roles = "{{ bos_token }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
-    chat_template = roles + "{# query, document #}"
+    no_roles = roles + "{% set last_query_index = documents | length %}"
+    assert with_score_template(replace(BUNDLE, chat_template=no_roles), None) == YES_NO_TEMPLATE
+    chat_template = roles + """{# 'query', "document" #}"""
     bundle = replace(BUNDLE, chat_template=chat_template, special_tokens={"bos_token": '<"b">'})
     template = with_score_template(bundle, None)
     rendering = prepare_pair(bundle, "q", "d", template=template)

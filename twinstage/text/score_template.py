@@ -6,11 +6,14 @@ A template is a Jinja program that receives exactly `query` and `document`. It r
 from __future__ import annotations
 
 import json
+import re
 
 from twinstage.errors import FieldViolation, InvalidRequest
 from twinstage.text.bundle import TokenizerBundle
 from twinstage.text.chat_template import Rendering, run
 from twinstage.text.tokenizer import TextTokenizer
+
+_NAMES = re.compile(r"""(?<=['"])\w+(?=['"])""")
 
 # The form in which Qwen3-Reranker was trained, by its model card.
 YES_NO_TEMPLATE = (
@@ -29,12 +32,13 @@ YES_NO_TEMPLATE = (
 def with_score_template(bundle: TokenizerBundle, file_template: str | None) -> str:
     """The template of a generative reranker: that of its own file, else what its chat template says, else Qwen3's.
 
-    A chat template counts when it knows the roles "query" and "document", as sentence-transformers' CrossEncoder asks.
+    A chat template counts when it names the roles "query" and "document", as those of sentence-transformers'
+    CrossEncoder do: Qwen3's own, for one, speaks of a last_query_index and knows neither.
     """
     if file_template is not None:
         return file_template
     chat_template = bundle.chat_template or ""
-    if "query" not in chat_template or "document" not in chat_template:
+    if not {"query", "document"} <= set(_NAMES.findall(chat_template)):
         return YES_NO_TEMPLATE
     tokens = "".join(f"{{% set {name} = {json.dumps(text)} %}}" for name, text in bundle.special_tokens.items())
     messages = "[{'role': 'query', 'content': query}, {'role': 'document', 'content': document}]"
