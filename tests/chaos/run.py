@@ -21,6 +21,7 @@ from chaos.schedule import Call, Fault, Schedule
 from twinstage.v1 import admin_pb2
 
 READY_S = 60.0  # from the last healing until all workers serve again
+_PATIENCE_S = 180.0  # where nothing is broken
 _TOGETHER = 16  # calls at once, when there is no schedule
 _RESET_CODES = {"OK", "UNAVAILABLE", "DEADLINE_EXCEEDED"}  # a worker that is being lost cannot be told
 
@@ -83,7 +84,10 @@ class ChaosRun:
 
     async def _ask_everything(self) -> None:
         """Every case once while nothing is broken."""
-        calls = [Call(at_s=0.0, case=index, is_streamed=True, deadline_s=60.0) for index in range(len(self._cases))]
+        # The first ones have workers import XGrammar, one after the other, which takes a busy machine long.
+        calls = [
+            Call(at_s=0.0, case=index, is_streamed=True, deadline_s=_PATIENCE_S) for index in range(len(self._cases))
+        ]
         for start in range(0, len(calls), _TOGETHER):
             await asyncio.gather(*(self._call(call, seed=0) for call in calls[start : start + _TOGETHER]))
 
