@@ -48,7 +48,8 @@ from twinstage.telemetry.process import (
 from twinstage.text.template_process import TemplateProcesses
 
 if TYPE_CHECKING:
-    from router.metrics import ClusterCollector, Metrics, MetricsServer
+    from router.metrics import ClusterCollector, Metrics
+    from router.metrics_server import MetricsServer
     from router.trace_export import TraceExporter
 
 LIVE_PER_DECODE_ROW = 2  # the next requests are computed and handed over while those in the batch run
@@ -213,7 +214,7 @@ class Router:
 
     def _start_metrics(self) -> None:
         if self._metrics is not None and self._collector is not None:
-            from router.metrics import MetricsServer
+            from router.metrics_server import MetricsServer
 
             self._collector.on_loop(asyncio.get_running_loop())
             self._metrics_server = MetricsServer(self._metrics, self._settings.metrics_listen)

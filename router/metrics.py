@@ -10,15 +10,13 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.gate import Gate
 from router.outbox import DeltaEvent, Event, FinishEvent, PromptEvent, SummaryEvent
 from router.worker_entry import WorkerEntry
-from twinstage.addresses import split_address
-from twinstage.errors import ConfigError
 from twinstage.types import WorkerLoad
 
 # Seconds: from a step of a small model to an answer that takes minutes.
@@ -179,22 +177,3 @@ class ClusterCollector(Collector):
                     if entry.load is not None:
                         family.add_metric(values, value(entry.load))
                 yield family
-
-
-class MetricsServer:
-    """The HTTP server of the metrics, on threads of its own."""
-
-    def __init__(self, metrics: Metrics, address: str) -> None:
-        """Listen at `address` (host:port; port 0 takes a free one). Raises ConfigError."""
-        host, port = split_address(address)
-        try:
-            self._server, self._thread = start_http_server(port, host, registry=metrics.registry)
-        except OSError as error:
-            raise ConfigError(f"--metrics-listen {address}: {error.strerror or error}; choose another port") from error
-        self.port = int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import hostile
+from harness import wait_until
+from router import metrics_server
 from router.__main__ import Router
 from router.config import RouterSettings
 from router.metrics import Metrics
@@ -64,6 +71,37 @@ async def test_requests_and_workers_are_measured() -> None:
     assert value(samples, "twinstage_worker_kv_blocks_leaked", **decode) == 0
     for name in ("kv_received_bytes_total", "prefix_blocks_queried_total", "prefix_blocks_hit_total"):
         assert value(samples, f"twinstage_worker_{name}", **decode) >= 0
+
+
+def test_the_port_survives_what_no_reader_sends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither who says nothing nor who says too much takes threads or connections from the router for long."""
+    monkeypatch.setattr(metrics_server, "CONNECTION_S", 0.2)
+    metrics = Metrics({"/a.B/C"})
+    metrics.handled("/a.B/C", "OK", 0.1)
+    server = metrics_server.MetricsServer(metrics, "127.0.0.1:0")
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(40)
+        ]
+        for connection in silent[24:]:
+            assert connection.recv(1) == b"", "closed, as there is no place"
+        # A thread for each of the others, and one that ends it.
+        assert threading.active_count() <= before + 2 * metrics_server.MAX_CONNECTIONS
+        for connection in silent[: metrics_server.MAX_CONNECTIONS]:
+            assert connection.recv(1) == b"", "its time is over"
+        for attack in (hostile.tls, hostile.noise, hostile.http1, hostile.endless_headers):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                hostile.begin(connection, attack)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets it
+        wait_until(lambda: threading.active_count() <= before, timeout_s=10, what="an end of all")
+        monkeypatch.setattr(metrics_server, "CONNECTION_S", 10.0)
+        method = {"grpc_service": "a.B", "grpc_method": "C", "grpc_code": "OK"}
+        assert value(read(server.port), "grpc_server_handled_total", **method) == 1
+    server.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_methods_that_nobody_serves_are_no_labels() -> None:
