@@ -39,7 +39,7 @@ _TEXT = (
 
 
 def measure(context: Context) -> RowResult:
-    rounds: list[_Round] = []
+    rounds: list[Round] = []
     num_sentences = _QUICK_SENTENCES if context.quick else _SENTENCES
     prompts = Prompts()
     cores = sorted(os.sched_getaffinity(0))
@@ -58,15 +58,15 @@ def measure(context: Context) -> RowResult:
         _encode(client, 64, seed=0)  # warm
         for round_number in range(context.rounds):
             context.progress(f"encode beside, round {round_number + 1}")
-            rounds.append(_Round())
+            rounds.append(Round())
             for segment in _segments(num_sentences // context.rounds):
                 prompts_of_streams = [prompts.next(_CONTEXT) for _ in range(_STREAMS)]
                 rounds[-1].compare(client, prompts_of_streams, num_sentences=segment)
-    return _result(rounds)
+    return result_of(rounds)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Round:
+class Round:
     """Gaps in seconds, and how long encoding took."""
 
     quiet: list[float] = field(default_factory=list)
@@ -118,7 +118,7 @@ def _sentences(count: int, seed: int) -> Iterator[str]:
     return (" ".join(source.choices(words, k=source.randint(*_WORDS))) for _ in range(count))
 
 
-def _result(rounds: Sequence[_Round]) -> RowResult:
+def result_of(rounds: Sequence[Round]) -> RowResult:
     quiet = [percentile(one.quiet, 0.99) for one in rounds]
     busy = [percentile(one.busy, 0.99) for one in rounds]
     rates = [one.num_sentences / one.encoding_s for one in rounds]
