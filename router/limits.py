@@ -25,7 +25,7 @@ MAX_CHOICES = 128  # sampling.n
 MAX_CONTINUATIONS = 1024  # of one call: prompts times choices
 MAX_LOGPROBS = 20
 MAX_UNARY_PROMPT_LOGPROBS = (
-    100_000  # with alternatives; some 2 MB, where clients of gRPC take 4 MiB unless told otherwise
+    100_000  # with alternatives; some 3 MB, where clients of gRPC take 4 MiB unless told otherwise
 )
 MAX_NUMBERS = 15_000_000  # of vectors in a unary answer, and of one input: 60 MB, where a message has 64 MiB at most
 MAX_STOP_STRINGS = 16
