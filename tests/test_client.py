@@ -28,6 +28,7 @@ from twinstage.client import (
     Sampling,
     Stopping,
     TwinstageClient,
+    requests,
 )
 from twinstage.client.inputs import GenerationInput
 from twinstage.errors import (
@@ -215,6 +216,14 @@ def test_what_stands_for_nothing_is_refused_before_it_is_sent(
 
 def test_an_endless_timeout_is_none(client: TwinstageClient) -> None:
     assert client.generate("Hi", Options(timeout_s=float("inf"))).text == "Paris"
+
+
+def test_a_rendered_prompt_is_that_of_the_same_chat() -> None:
+    chat = requests.chat_request("Hi", Options(model="m"), tools=[Tool(name="f")], tool_choice="none")
+    rendered = requests.render_request("Hi", "m", tools=[Tool(name="f")], tool_choice="none")
+    assert (rendered.model, rendered.tool_choice) == ("m", chat.tool_choice)
+    assert list(rendered.tools) == list(chat.tools)
+    assert list(rendered.messages) == list(chat.messages)
 
 
 def test_a_unary_answer(client: TwinstageClient) -> None:

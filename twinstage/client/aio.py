@@ -107,9 +107,16 @@ class AsyncTwinstageClient(AsyncPoolingCalls):
         request = requests.detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         return str((await self._call(self._stubs.tokenizer.Detokenize, request)).text)
 
-    async def render_chat(self, conversation: ChatInput, *, model: str = "") -> RenderedChat:
+    async def render_chat(
+        self,
+        conversation: ChatInput,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoiceInput = None,
+        model: str = "",
+    ) -> RenderedChat:
         """The exact prompt that `chat` would use, as text and as token ids."""
-        request = requests.render_request(conversation, model)
+        request = requests.render_request(conversation, model, tools=tools, tool_choice=tool_choice)
         return responses.rendered(await self._call(self._stubs.tokenizer.RenderChat, request))
 
     async def models(self) -> tuple[ModelInfo, ...]:

@@ -129,9 +129,17 @@ class TwinstageClient(PoolingCalls):
         request = requests.detokenize_request(token_ids, model=model, skip_special_tokens=skip_special_tokens)
         return str(self._call(self._tokenizer.Detokenize, request).text)
 
-    def render_chat(self, conversation: ChatInput, *, model: str = "") -> RenderedChat:
+    def render_chat(
+        self,
+        conversation: ChatInput,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoiceInput = None,
+        model: str = "",
+    ) -> RenderedChat:
         """The exact prompt that `chat` would use, as text and as token ids."""
-        return responses.rendered(self._call(self._tokenizer.RenderChat, requests.render_request(conversation, model)))
+        request = requests.render_request(conversation, model, tools=tools, tool_choice=tool_choice)
+        return responses.rendered(self._call(self._tokenizer.RenderChat, request))
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that are served."""

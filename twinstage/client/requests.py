@@ -78,9 +78,11 @@ def chat_request(
 
 
 @refusing()
-def render_request(conversation: ChatInput, model: str) -> tokenizer_pb2.RenderChatRequest:
+def render_request(
+    conversation: ChatInput, model: str, *, tools: Sequence[Tool] = (), tool_choice: ToolChoiceInput = None
+) -> tokenizer_pb2.RenderChatRequest:
     """The prompt of the chat request with the same conversation."""
-    chat = chat_request(conversation, Options(model=model))
+    chat = chat_request(conversation, Options(model=model), tools=tools, tool_choice=tool_choice)
     # Fields that both messages have mean the same, and they have different numbers.
     shared = tokenizer_pb2.RenderChatRequest.DESCRIPTOR.fields_by_name
     given: dict[str, Any] = {field.name: value for field, value in chat.ListFields() if field.name in shared}
