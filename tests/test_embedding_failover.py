@@ -74,7 +74,7 @@ async def test_a_stream_waits_for_its_only_worker_and_an_input_that_cannot_be_co
 
 async def test_an_embedding_that_workers_die_of_is_refused_and_those_beside_it_live() -> None:
     poison = "x" * 11
-    async with serving("--worker-wait", "5", "--max-attempts", "4", embed=2) as service:
+    async with serving("--worker-wait", "5", "--max-attempts", "20", embed=2) as service:
         workers = service.embedders.prefill
         for worker in workers:
             worker.script.stall("encode")  # one of the others is there when it dies
