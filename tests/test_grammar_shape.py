@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 
 from fake_workers import make_bundle
+from router.service.door import Door
 from twinstage.errors import InvalidRequest
 from twinstage.grammar.resolve import resolve_constraint
 from twinstage.grammar.shape import MAX_NESTING, nesting, shape_violations
 from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types.constraints import ConstraintForm, GrammarBackend, RawReasoning
 from twinstage.types.constraints import RawStructuredOutput as Raw
+from twinstage.v1 import common_pb2, generation_pb2
 
 SCHEMA = '{"type": "object"}'
 
@@ -130,3 +133,20 @@ def test_a_marker_is_a_special_token() -> None:
 
 def test_mappings_are_written_as_json() -> None:
     assert json.loads(Raw.json_schema({"enum": ["ä"]}).text) == {"enum": ["ä"]}
+
+
+def test_a_backend_that_nobody_knows_is_refused_and_not_replaced() -> None:
+    unknown: Any = 99
+    inner = common_pb2.StructuredOutput(regex="a", backend=unknown)
+    reasoning = common_pb2.ReasoningConstraint(constraint=inner)
+    output = common_pb2.StructuredOutput(regex="a", backend=unknown, reasoning=reasoning)
+    door = Door(trusts_chat_templates=False)
+    with pytest.raises(InvalidRequest) as caught:
+        door.check_generate(generation_pb2.GenerateRequest(structured_output=output))
+    assert [violation.field for violation in caught.value.violations] == [
+        "structured_output.backend",
+        "structured_output.reasoning.constraint.backend",
+    ]
+    for backend in common_pb2.GrammarBackend.values():
+        known = common_pb2.StructuredOutput(regex="a", backend=backend)
+        door.check_generate(generation_pb2.GenerateRequest(structured_output=known))

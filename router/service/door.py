@@ -140,6 +140,15 @@ def _check_common(violations: Violations, request: generation_pb2.GenerateReques
     _check_options(violations, request.sampling, request.stopping)
     _check_model(violations, request)
     _check_bytes(violations, "structured_output", request.structured_output, MAX_STRUCTURED_OUTPUT_BYTES)
+    _check_backend(violations, "structured_output", request.structured_output)
+    if request.structured_output.reasoning.HasField("constraint"):
+        inner = request.structured_output.reasoning.constraint
+        _check_backend(violations, "structured_output.reasoning.constraint", inner)
+
+
+def _check_backend(violations: Violations, path: str, message: common_pb2.StructuredOutput) -> None:
+    if message.backend not in common_pb2.GrammarBackend.values():
+        violations.add(f"{path}.backend", "must be xgrammar or llguidance, or left out")
 
 
 def _check_model(violations: Violations, request: Any) -> None:

@@ -22,7 +22,7 @@ _BACKEND_FROM_PROTO = {value: key for key, value in _BACKEND_TO_PROTO.items()}
 
 
 def structured_output_from_proto(message: common_pb2.StructuredOutput) -> RawStructuredOutput:
-    """As a client sent it. A backend that is not known here is left to the router; `json_object: false` is no form."""
+    """As a client sent it. A backend that is not known is none; `json_object: false` is no form."""
     name = message.WhichOneof("constraint")
     form = None if name is None or (name == "json_object" and not message.json_object) else ConstraintForm(name)
     value = getattr(message, name) if name is not None else ""
