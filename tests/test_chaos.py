@@ -25,7 +25,7 @@ from twinstage.types import Finish, FinishReason
 from twinstage.v1 import common_pb2, embedding_pb2
 
 SEEDS = range(310, 330)
-NUM_CASES = 16
+NUM_CASES = 12
 NUM_POOLING_CASES = 4
 # Restarts take seconds of a processor, so they are rare here.
 KINDS = {
@@ -52,9 +52,9 @@ def _plan(shape: Shape) -> Plan:
         seconds=0.6,
         num_faults=3,
         faults_per_s=5.0,
-        calls_per_s=14.0,
+        calls_per_s=10.0,
         resets_per_s=0.2,
-        burst=12,
+        burst=10,
         longest_fault_s=0.7,
         patience_s=40.0,
         kinds=KINDS,

@@ -61,7 +61,7 @@ def draw_cases(count: int, *, longest: int, with_xgrammar: bool) -> Iterator[Cas
             ignore_eos=structure is None and random.random() < 0.8,
             sampling=_sampling(random),
             logprobs=random.choice((None, None, None, 0, 2, 5)),
-            prompt_logprobs=random.choice((None, None, None, None, 0, 3)),
+            prompt_logprobs=random.choice((0, 3)) if number % 6 == 4 else None,
             structure=structure,
             priority=random.choice((0, 0, 0, 0, 5, -5)),
         )
