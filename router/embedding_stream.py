@@ -9,6 +9,7 @@ that the client is not read.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from twinstage.errors import (
     FieldViolation,
     InternalError,
     InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
     TwinstageError,
     Unavailable,
 )
@@ -156,7 +159,19 @@ class EmbeddingStream:
                 _fail(batch, InternalError(f"internal error in a batch: {type(error).__name__}"))
 
     async def _answer(self, batch: list[_Waiting]) -> None:
+        """What waits in the client's connection meanwhile keeps an overload from growing, so a batch waits it out."""
         deadline_s = min(self._deadline_s, self._deadlines.deadline_s(None))
+        while True:
+            try:
+                return await self._try_to_answer(batch, deadline_s)
+            except QuotaExceeded:
+                raise
+            except Overloaded as error:
+                if time.monotonic() + error.retry_after_s >= deadline_s:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+    async def _try_to_answer(self, batch: list[_Waiting], deadline_s: float) -> None:
         try:
             permit = self._gate.permit(
                 deadline_s=deadline_s, caller=self._caller, kind=("stream", len(batch).bit_length())

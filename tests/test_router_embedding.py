@@ -205,6 +205,31 @@ async def _all_of(call: Any) -> list[Any]:
     return [response async for response in call]
 
 
+async def test_a_stream_waits_while_the_router_is_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.gate.MIN_RETRY_AFTER_S", 0.1)
+    monkeypatch.setattr("router.gate.MAX_RETRY_AFTER_S", 0.1)
+    async with serving("--max-live-requests", "1", "--max-queued-requests", "1") as service:
+        worker = service.embedders.prefill[0]
+        stalled = [worker.script.stall("encode") for _ in range(2)]
+        text = embedding_pb2.EmbedRequest(texts=["a"])
+        others = [asyncio.ensure_future(_answered(service.embedding.Embed(text, timeout=20))) for _ in range(2)]
+        await worker.script.reached("encode").wait()
+        await until(lambda: service.router._embedding_gate.queued == 1, what="a full queue")
+        assert (await failing(service.embedding.Embed(text, timeout=20))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        requests = [embedding_pb2.EncodeStreamRequest(input=embedding_pb2.EncodeInput(text="b"))] * 3
+        stream = asyncio.create_task(_all_of(service.embedding.EncodeStream(iter(requests), timeout=20)))
+        await asyncio.sleep(0.2)
+        assert not stream.done()
+        for event in stalled:
+            event.set()
+        assert [answer.HasField("embedding") for answer in await stream] == [True] * 3
+        await asyncio.gather(*others)
+
+
+async def _answered(call: Any) -> Any:
+    return await call
+
+
 async def test_encode_stream_wants_one_model() -> None:
     async with serving() as service:
         requests = [
