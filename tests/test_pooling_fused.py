@@ -73,6 +73,16 @@ def test_hidden_states_equal_those_of_transformers_and_depend_on_nothing_else(ki
         assert torch.equal(_fused(model, threads=1).hidden(inputs), together)
 
 
+def test_a_step_does_not_take_what_is_meant_for_the_next_one() -> None:
+    fused = _fused(_model(num_hidden_layers=4))
+    apart, shared = _inputs(190, 128), _inputs(60)
+    with torch.inference_mode():
+        expected = fused.hidden(apart), fused.hidden(shared)
+        for _ in range(40):  # one thread waits for the other, asleep, at the end of the first
+            assert torch.equal(fused.hidden(apart), expected[0])
+            assert torch.equal(fused.hidden(shared), expected[1])
+
+
 @needs_integer_dot
 def test_eight_bits_are_close() -> None:
     model = _model()

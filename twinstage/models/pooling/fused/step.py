@@ -152,7 +152,9 @@ def _make_step(linear: Any) -> Any:
         """This thread's part of a step."""
         num_threads = load_i64(table, EncoderField.NUM_THREADS)
         scratch = load_i64(table, EncoderField.SCRATCH) + thread * load_i64(table, EncoderField.SCRATCH_BYTES)
+        # Read before the last barrier of what threads compute alone: behind it, the table may be that of the next step.
         parts, num_parts = load_i64(table, EncoderField.PARTS), load_i64(table, EncoderField.NUM_PARTS)
+        has_shared = load_i64(table, EncoderField.HAS_SHARED)
         work_row = load_i64(table, EncoderField.PART_ROWS) * thread
         next_part = load_i64(table, EncoderField.NEXT_PART)
         index = take(next_part, 1)
@@ -160,7 +162,7 @@ def _make_step(linear: Any) -> Any:
             compute(table, (load_i64(parts, index), load_i64(parts, index + 1)), work_row, scratch, 0, 1)
             index = take(next_part, 1)
         barrier(load_i64(table, EncoderField.SYNC), num_threads)
-        if load_i64(table, EncoderField.HAS_SHARED) != 0:
+        if has_shared != 0:
             part = load_i64(parts, num_parts), load_i64(parts, num_parts + 1)
             compute(table, part, 0, scratch, thread, num_threads)
 
