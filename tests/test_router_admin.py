@@ -17,6 +17,7 @@ from twinstage.v1 import (
     admin_pb2,
     common_pb2,
     generation_pb2,
+    generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
     tokenizer_pb2,
@@ -66,6 +67,10 @@ async def test_as_many_requests_are_let_in_as_the_decode_workers_keep_busy() -> 
         rows = sum(worker.description.max_num_sequences for worker in service.generators.decode)
         assert workers.decode_rows == rows
         request = admin_pb2.GetServerInfoRequest()
+        # Before anything was served, nobody knows how long those would wait that are not computed at once.
+        assert (await service.admin.GetServerInfo(request)).max_live_requests == max(16, rows)
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(service.channel)
+        await stub.Generate(generation_pb2.GenerateRequest(prompt="Hi", model="fake"))
         assert (await service.admin.GetServerInfo(request)).max_live_requests == max(16, 2 * rows)
         service.generators.decode[0].report(WorkerLoad(draining=True))
         await until(lambda: workers.decode_rows == rows * 2 // 3, what="one drains")
