@@ -58,7 +58,7 @@ def _load_embedding(settings: PrefillSettings, found: FoundModel) -> MakeWorker:
         encoder,
         description=description,
         tokenizer_bundle=found.bundle.to_bytes(),
-        max_tokens_per_batch=settings.max_tokens_per_step,
+        max_tokens_per_batch=settings.max_tokens_per_encoding_batch,
     )
 
 

@@ -108,6 +108,11 @@ def test_a_wrong_variable_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> N
         read_settings(DecodeSettings, ["--threads", "few"])
 
 
+def test_what_is_encoded_together_is_larger_than_a_step_unless_told() -> None:
+    assert read_settings(PrefillSettings, []).max_tokens_per_encoding_batch == 1024
+    assert read_settings(PrefillSettings, ["--max-tokens-per-step", "512"]).max_tokens_per_encoding_batch == 512
+
+
 def test_the_secret_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     settings = read_settings(PrefillSettings, ["--kv-secret-file", str(path)])
