@@ -1,7 +1,7 @@
 """Gaps between the tokens of running streams while a model on other workers encodes 10,000 sentences.
 
-The cores are split: the decode worker has one half, the prefill workers of both models the other. What is left to share
-is memory bandwidth, the router, and the clients.
+The cores are split: the decode worker has one half, the prefill workers of both models the other, and so have the
+clients, which would be on other machines. What is left to share is memory bandwidth and the router.
 
 Gaps grow with the streams' contexts, so quiet and busy times are compared at the same ones: each lasts as long as the
 other, from the beginning of new streams on, and they take turns.
@@ -53,6 +53,7 @@ def measure(context: Context) -> RowResult:
             prefill_flags=prefill_flags,
             decode_flags=decode_flags,
         ) as cluster,
+        _clients_on(halves[1]),
         TwinstageClient(cluster.address) as client,
     ):
         _encode(client, 64, seed=0)  # warm
@@ -97,6 +98,17 @@ def _streaming(client: TwinstageClient, prompts: list[list[int]]) -> Iterator[St
         yield streams
     finally:
         streams.stop()
+
+
+@contextmanager
+def _clients_on(cpus: Sequence[int]) -> Iterator[None]:
+    """The threads that this one starts meanwhile run on these CPUs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _segments(num_sentences: int) -> Iterator[int]:

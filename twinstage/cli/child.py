@@ -36,8 +36,12 @@ class Child:
         ready_event: str,
         environment: Mapping[str, str] | None = None,
         without: Collection[str] = (),
+        niceness: int = 0,
     ) -> None:
-        """`environment` comes on top of this process's own, from which the variables `without` are left out."""
+        """`environment` comes on top of this process's own, from which the variables `without` are left out.
+
+        `niceness` is added to that of this process: with more of it, others have the CPUs first.
+        """
         inherited = {name: value for name, value in os.environ.items() if name not in without}
         self.name = name
         self._ready_event = ready_event
@@ -53,6 +57,8 @@ class Child:
             env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {}), EXIT_WITH_PARENT: "1"},
             process_group=0,
         )
+        if niceness:  # it has one thread yet, which those that it starts take after
+            os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
         self._reader: Thread | None = None
 
     @property

@@ -33,6 +33,8 @@ from twinstage.types import Role, Task
 OnLine = Callable[[str, str, dict[str, Any] | None], None]
 
 ROUTER = "router"
+# Encoding computes without a pause; beside generation, router and clients are to get a CPU at once, for each token.
+ENCODING_NICENESS = 10
 DRAIN_S = 5.0  # of the processes themselves, which need the rest of the grace period to free what they hold
 _SERVICES = {
     Task.GENERATE: "twinstage.v1.GenerationService",
@@ -193,7 +195,9 @@ class Cluster:
         name = f"{role.value}-{index}" if len(self.models) == 1 else f"{model.label}-{role.value}-{index}"
         flags = ["--model", model.reference, "--worker-id", name, "--listen", "127.0.0.1:0"]
         flags += [*compute_flags, "--log-level", self._log_level, *model.worker_flags, *self.config.worker_flags(role)]
-        self._start(name, f"{role.value}_worker", flags)
+        generates = any(other.task is Task.GENERATE for other in self.models)
+        niceness = ENCODING_NICENESS if generates and model.task is not Task.GENERATE else 0
+        self._start(name, f"{role.value}_worker", flags, niceness=niceness)
 
     def _start_router(self, worker_addresses: list[str]) -> None:
         flags = ["--listen", join_address(self.config.host, self.config.port), "--log-level", self._log_level]
@@ -201,12 +205,20 @@ class Cluster:
             flags += ["--workers", address]
         self._start(ROUTER, "router", [*flags, *self.config.security.flags, *self.config.router_flags])
 
-    def _start(self, name: str, module: str, flags: list[str]) -> None:
+    def _start(self, name: str, module: str, flags: list[str], *, niceness: int = 0) -> None:
         own = {"TWINSTAGE_DRAIN_TIMEOUT": str(DRAIN_S), **self._secret.environment()}
         environment = {**own, **self.config.environment}
         ready_event = "router ready" if name == ROUTER else "worker ready"  # the router logs both
         without = () if name == ROUTER else self.config.security.variables
-        child = Child(name, module, flags, ready_event=ready_event, environment=environment, without=without)
+        child = Child(
+            name,
+            module,
+            flags,
+            ready_event=ready_event,
+            environment=environment,
+            without=without,
+            niceness=niceness,
+        )
         self.processes[name] = child
         directory = self.config.log_directory
         child.read_log(
