@@ -7,7 +7,6 @@ from pydantic_settings import SettingsConfigDict
 
 from twinstage.hosting.settings import WorkerSettings
 
-
 # An input is never cut, and no stream waits behind a batch: larger ones than a step of generation cost fewer passes.
 TOKENS_PER_ENCODING_BATCH = 1024
 
