@@ -507,8 +507,9 @@ def test_a_cluster_starts_serves_and_stops_in_order(
         pids = [child.pid for child in cluster.processes.values()]
         assert all(map(lives, pids))
         niceness = {name: os.getpriority(os.PRIO_PROCESS, child.pid) for name, child in cluster.processes.items()}
-        others = {niceness.pop("demo-embedding-prefill-0") - 10, *niceness.values()}
-        assert others == {os.getpriority(os.PRIO_PROCESS, 0)}  # encoding lets generation go first
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert niceness.pop("demo-embedding-prefill-0") == min(19, own + 10)  # encoding lets generation go first
+        assert set(niceness.values()) == {own}
         told = {name: _environment(child.pid) for name, child in cluster.processes.items()}
         assert [name for name, known in told.items() if "TWINSTAGE_TLS_CERTIFICATE" in known] == ["router"]
     wait_until_gone(pids)
