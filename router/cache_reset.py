@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from router.catalog import find_model
 from router.reset_book import Scope
 from router.reset_debts import RESET_TIMEOUT_S, collect_debts
 from router.worker_entry import WorkerLife
@@ -65,7 +64,7 @@ def _not_all(failures: Mapping[WorkerId, TwinstageError], *, num_told: int) -> U
 def _chosen(workers: WorkerTable, *, model: str, worker_id: str) -> Sequence[WorkerLife]:
     """The connected ones of the workers that are asked for, of which at least one must be known by its name."""
     if model:
-        find_model(workers.models, model, work=None)
+        workers.find_model(model, work=None)
     scope = Scope(model=model, worker_id=worker_id)
     known = [entry for entry in workers.entries if entry.description is not None and scope.covers(entry.description)]
     if worker_id and not known:

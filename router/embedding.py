@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from router.catalog import Work, check_can_do, find_model
+from router.catalog import Work, check_can_do
 from router.embedding_admission import AdmittedInput, admit_inputs
 from router.encoder import BatchEncoder, EncodingCall, EncodingTally, Vector
 from router.failover import FailoverPolicy
@@ -88,7 +88,7 @@ class Embedding:
         self._deadlines = deadlines
 
     def find_model(self, name: str, work: Work) -> ServedModel:
-        return find_model(self._workers.models, name, work=work)
+        return self._workers.find_model(name, work=work)
 
     async def embed(
         self, raw: RawEncodeRequest, *, timeout_s: float | None, caller: str = "", fallback_id: str = ""

@@ -19,7 +19,7 @@ from typing import Protocol
 from router.admission import Admission, check_fields, kind_of
 from router.admission.defaults import num_continuations
 from router.admission.forced_calls import blame_tools, must_call, with_forced_calls
-from router.catalog import Work, find_model
+from router.catalog import Work
 from router.failover import FailoverPolicy, Probation, broken_off
 from router.flow import Flow
 from router.gate import Gate
@@ -119,7 +119,7 @@ class Generation:
         admission refuses.
         """
         arrived_s, deadline_s = time.monotonic(), self._deadlines.deadline_s(timeout_s)
-        model = find_model(self._workers.models, raw.model, work=Work.GENERATE)
+        model = self._workers.find_model(raw.model, work=Work.GENERATE)
         check_fields(raw, model, self._admission.parsers)
         raw = with_forced_calls(raw)
         raw = replace(raw, priority=max(-self._max_priority, min(raw.priority, self._max_priority)))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NoReturn
 
 from router.backoff import Backoff
+from router.catalog import Work, find_model
 from router.discovery import NameWatcher, WorkerSource
 from router.pairing import choose_pairing, disagreement
 from router.placement import Snapshot, WorkerKey
@@ -74,6 +75,11 @@ class WorkerTable:
     def models(self) -> Mapping[str, ServedModel]:
         """Every model that a worker has announced, also when nobody serves it now."""
         return self._models
+
+    def find_model(self, name: str, *, work: Work | None, field: str = "model") -> ServedModel:
+        """As `catalog.find_model`."""
+        unheard = [entry.address for entry in self._entries.values() if entry.state is WorkerState.CONNECTING]
+        return find_model(self._models, name, work=work, field=field, unheard=unheard)
 
     @property
     def decode_rows(self) -> int:

@@ -312,6 +312,12 @@ def test_model_lookup() -> None:
         find_model({"a": generator, "b": generator}, "", work=Work.GENERATE)
     with pytest.raises(NoWorker):
         find_model({}, "", work=Work.GENERATE)
+    unheard = ["worker:50061"]  # of which nobody knows yet what it serves
+    with pytest.raises(NoWorker, match=r"worker:50061 .* 'other' is not served"):
+        find_model(both, "other", work=Work.GENERATE, unheard=unheard)
+    with pytest.raises(NoWorker, match=r"worker:50061 .* can generate text"):
+        find_model({"embedder": embedder}, "", work=Work.GENERATE, unheard=unheard)
+    assert find_model(both, "writer", work=Work.GENERATE, unheard=unheard) is generator
 
 
 # --- inputs to embed ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from router.discovery import WorkerSource, parse_source
 from router.pairing import Pairing, choose_pairing, disagreement
 from router.worker_entry import WorkerEntry, WorkerState
 from router.workers import WorkerTable
-from twinstage.errors import ConfigError, WorkerLost
+from twinstage.errors import ConfigError, NotFound, NoWorker, WorkerLost
 from twinstage.rpc.protocol import PROTOCOL_VERSION
 from twinstage.types import WorkerLoad
 
@@ -82,8 +82,12 @@ async def test_worker_that_is_not_there_yet_is_connecting_and_comes() -> None:
         async with table(worker.address) as workers:
             await until(lambda: entry(workers, worker.address).detail, what="a failed attempt")
             assert entry(workers, worker.address).state is WorkerState.CONNECTING
+            with pytest.raises(NoWorker, match=worker.address):
+                workers.find_model("other", work=None)  # it may be what that worker serves
             await worker.start()
             await until_state(workers, worker.address, WorkerState.READY)
+            with pytest.raises(NotFound):
+                workers.find_model("other", work=None)
 
 
 async def test_killed_worker_is_lost_and_comes_back_as_another() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from router.admission.answers import ParserChoice
 from router.admission.capabilities import capabilities_of
-from router.catalog import find_model
 from router.service.door import check_model_name
 from router.worker_entry import ServedModel
 from router.workers import WorkerTable
@@ -32,7 +31,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetModelRequest, context: Any
     ) -> model_pb2.GetModelResponse:
         check_model_name(request.name, field="name")
-        model = find_model(self._workers.models, request.name, work=None, field="name")
+        model = self._workers.find_model(request.name, work=None, field="name")
         return model_pb2.GetModelResponse(model=self._to_proto(model))
 
     def _to_proto(self, model: ServedModel) -> model_pb2.Model:

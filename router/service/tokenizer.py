@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.admission.conversations import check_conversation
-from router.catalog import Work, find_model
+from router.catalog import Work
 from router.service.door import Door, check_model_name, check_token_count
 from router.text_threads import TextThreads
 from router.violations import Violations
@@ -28,7 +28,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._templates = templates
 
     def _model(self, name: str, work: Work | None = None) -> ServedModel:
-        return find_model(self._workers.models, name, work=work)
+        return self._workers.find_model(name, work=work)
 
     async def Tokenize(  # noqa: N802 - the names of methods are the proto's
         self, request: tokenizer_pb2.TokenizeRequest, context: Any
