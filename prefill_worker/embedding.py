@@ -1,24 +1,18 @@
-"""A prefill worker for a pooling model: a prefill that never decodes.
-
-What waits is computed in batches of a bounded number of tokens. A batch takes one input of each waiting call in turn,
-so a call may be spread over several batches and a small call is not held up by a large one before it.
-"""
+"""A prefill worker for a pooling model: a prefill that never decodes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinstage.errors import ComputeFailed, Draining, Overloaded, TaskNotSupported, TwinstageError
+from prefill_worker.encoding_queue import Batch, Encoded, EncodingCall, EncodingQueue
+from twinstage.errors import ComputeFailed, Draining, TaskNotSupported, TwinstageError
 from twinstage.hosting.door import Door
 from twinstage.hosting.load_board import LoadBoard
 from twinstage.hosting.sequence_check import check_inputs
@@ -26,8 +20,6 @@ from twinstage.telemetry.log import get_logger
 from twinstage.types import POOLING_TASKS, PoolingInput, PoolingTask, WorkerDescription, WorkerLoad
 
 logger = get_logger(__name__)
-
-MAX_WAITING_CALLS = 1024
 
 
 class Encoder(Protocol):
@@ -40,70 +32,6 @@ class Encoder(Protocol):
 
         EMBED: [dimensions], TOKEN_EMBED: [tokens, dimensions], CLASSIFY: [labels], SCORE: [1].
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """The results of one call, each an array of little-endian float32 numbers, and where the time went."""
-
-    vectors: tuple[bytes, ...]
-    queue_s: float
-    compute_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call; `left` are the indices of the inputs that no batch has taken yet, the longest first."""
-
-    inputs: Sequence[PoolingInput]
-    task: PoolingTask
-    normalize: bool
-    result: asyncio.Future[Encoded]
-    left: deque[int] = field(init=False)
-    results: dict[int, bytes] = field(default_factory=dict)
-    arrived_s: float = field(default_factory=time.monotonic)
-    started_s: float | None = None
-    compute_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        by_length = sorted(range(len(self.inputs)), key=lambda index: -len(self.inputs[index].token_ids))
-        self.left = deque(by_length)
-
-    @property
-    def waiting_tokens(self) -> int:
-        return sum(len(self.inputs[index].token_ids) for index in self.left)
-
-    def goes_with(self, other: _Call) -> bool:
-        """Whether both can be computed in one batch."""
-        return (self.task, self.normalize) == (other.task, other.normalize)
-
-    def answer_if_complete(self) -> None:
-        if len(self.results) == len(self.inputs) and not self.result.done():
-            assert self.started_s is not None
-            vectors = tuple(self.results[index] for index in range(len(self.inputs)))
-            queue_s = self.started_s - self.arrived_s
-            self.result.set_result(Encoded(vectors=vectors, queue_s=queue_s, compute_s=self.compute_s))
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Inputs that are computed together, each with its call."""
-
-    items: list[tuple[_Call, int]] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def calls(self) -> list[_Call]:
-        return list(dict.fromkeys(call for call, _ in self.items))
-
-    def take(self, call: _Call, max_tokens: int) -> bool:
-        """Take the next input of a call if it fits; the first one always does."""
-        size = len(call.inputs[call.left[0]].token_ids)
-        if self.items and (self.tokens + size > max_tokens or not call.goes_with(self.items[0][0])):
-            return False
-        self.items.append((call, call.left.popleft()))
-        self.tokens += size
-        return True
 
 
 class EmbeddingWorker:
@@ -121,11 +49,10 @@ class EmbeddingWorker:
         self.tokenizer_bundle = tokenizer_bundle
         self.loads = LoadBoard(self._load)
         self._encoder = encoder
-        self._max_tokens_per_batch = max_tokens_per_batch
+        self._queue = EncodingQueue(max_tokens_per_batch=max_tokens_per_batch)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
-        self._waiting: deque[_Call] = deque()
-        self._running: list[_Call] = []
-        self._pump: asyncio.Task[None] | None = None
+        self._computing: asyncio.Task[None] | None = None
+        self._unfinished = 0  # until their answers are given, which is after the queue has lost them
         self._finished = 0
         self._door = Door("prefill worker")
 
@@ -141,20 +68,17 @@ class EmbeddingWorker:
         check_inputs(inputs, self.description.model)
         if not inputs:
             return Encoded(vectors=(), queue_s=0.0, compute_s=0.0)
-        if len(self._waiting) >= MAX_WAITING_CALLS:
-            raise Overloaded(f"{MAX_WAITING_CALLS} encode calls wait already")
-        call = _Call(list(inputs), task, normalize, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
+        call = EncodingCall(list(inputs), task, normalize, asyncio.get_running_loop().create_future())
+        if self._queue.add(call):
+            self._computing = asyncio.create_task(self._compute_waiting())
+        self._unfinished += 1
         self.loads.changed()
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._compute_waiting())
         try:
             return await call.result
-        except asyncio.CancelledError:  # the caller has gone, and with it its place in the queue
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(call)
+        finally:  # also when the caller has gone
+            self._queue.discard(call)
+            self._unfinished -= 1
             self.loads.changed()
-            raise
 
     def _checked(self, task: PoolingTask | None) -> PoolingTask:
         model = self.description.model
@@ -167,81 +91,58 @@ class EmbeddingWorker:
         return task
 
     async def _compute_waiting(self) -> None:
-        """Compute batches until nothing waits."""
-        while (batch := self._next_batch()).items:
-            self._running = batch.calls
-            self.loads.changed()
-            await self._compute(batch)
-            self._finished += sum(call.result.done() for call in self._running)
-        self._running = []
-        self._pump = None
-        self.loads.changed()
+        """Compute batches until nothing waits. Calls that come in the same moment as the first one go with it."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._take_and_compute, loop)
 
-    def _next_batch(self) -> _Batch:
-        """One input of each call in turn, until nothing more fits. Those who got less come first the next time."""
-        batch = _Batch()
-        self._waiting = deque(call for call in self._waiting if not call.result.done())
-        taken = True
-        while taken:
-            taken, passed, served = False, deque[_Call](), []
-            for call in self._waiting:
-                if not batch.take(call, self._max_tokens_per_batch):
-                    passed.append(call)
-                    continue
-                taken = True
-                if call.left:
-                    served.append(call)
-            self._waiting = passed + deque(served)
-        return batch
+    def _take_and_compute(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the compute thread. The answers are given while the next batch is computed."""
+        while (batch := self._queue.take_batch()) is not None:
+            loop.call_soon_threadsafe(self.loads.changed)
+            started_s = time.monotonic()
+            results = self._compute(batch)
+            loop.call_soon_threadsafe(self._answer, batch, results, time.monotonic() - started_s)
+        loop.call_soon_threadsafe(self.loads.changed)
 
-    async def _compute(self, batch: _Batch) -> None:
-        started_s = time.monotonic()
-        for call in batch.calls:
-            call.started_s = call.started_s or started_s
-        inputs = [call.inputs[index] for call, index in batch.items]
-        first = batch.items[0][0]
-        try:
-            results = await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._encode, inputs, first.task, first.normalize
-            )
-        except TwinstageError as error:
-            for call in batch.calls:
-                if not call.result.done():
-                    call.result.set_exception(error)
-            return
-        for (call, index), result in zip(batch.items, results, strict=True):
-            if result is not None:
-                call.results[index] = result
-            elif not call.result.done():  # its neighbours are not to blame
-                call.result.set_exception(ComputeFailed("the model's numbers for an input are not finite"))
-        for call in batch.calls:
-            call.compute_s += time.monotonic() - started_s
+    def _answer(self, batch: Batch, results: Sequence[bytes | None] | TwinstageError, compute_s: float) -> None:
+        calls = [call for call in batch.calls if not call.result.done()]
+        if isinstance(results, TwinstageError):
+            for call in calls:
+                call.fail(results)
+        else:
+            for (call, index), result in zip(batch.items, results, strict=True):
+                call.take(index, result)
+        for call in calls:
+            call.compute_s += compute_s
             call.answer_if_complete()
+        self._finished += sum(call.result.done() for call in calls)
 
-    def _encode(self, inputs: list[PoolingInput], task: PoolingTask, normalize: bool) -> tuple[bytes | None, ...]:
+    def _compute(self, batch: Batch) -> Sequence[bytes | None] | TwinstageError:
         """None for an input of which the model makes infinite numbers, or none."""
+        inputs, (first, _) = batch.inputs, batch.items[0]
         try:
-            vectors = self._encoder.encode(inputs, task=task, normalize=normalize)
+            vectors = self._encoder.encode(inputs, task=first.task, normalize=first.normalize)
             if len(vectors) != len(inputs):
                 raise ComputeFailed(f"the model gave {len(vectors)} vectors for {len(inputs)} inputs")
             return tuple(
                 np.ascontiguousarray(vector, dtype="<f4").tobytes() if np.isfinite(vector).all() else None
                 for vector in vectors
             )
-        except TwinstageError:
-            raise
+        except TwinstageError as error:
+            return error
         except Exception as error:  # the outermost boundary of the compute thread: one batch fails, the worker lives
             logger.exception("encoding failed", inputs=len(inputs))
-            raise ComputeFailed(f"computing {len(inputs)} vectors failed: {error}") from error
+            return ComputeFailed(f"computing {len(inputs)} vectors failed: {error}")
 
     def _load(self) -> WorkerLoad:
+        load = self._queue.load()
         return WorkerLoad(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_tokens=sum(call.waiting_tokens for call in self._waiting),
+            running=load.running,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
             finished=self._finished,
             draining=self._door.is_closed,
-            unfinished=len({*self._running, *self._waiting}),
+            unfinished=self._unfinished,
         )
 
     def reset_prefix_cache(self) -> int:
@@ -263,8 +164,8 @@ class EmbeddingWorker:
 
     async def wait_idle(self) -> None:
         """Return when no batch is computed and none waits."""
-        if self._pump is not None:
-            await asyncio.wait([self._pump])
+        while self._computing is not None and not self._computing.done():
+            await asyncio.wait([self._computing])
 
     def end_streams(self) -> None:
         """Let the streams end that have no end of their own."""
@@ -272,9 +173,8 @@ class EmbeddingWorker:
 
     def abort_all(self) -> None:
         """End everything that runs; a batch that is being computed ends unheard."""
-        for call in (*self._waiting, *self._running):
-            if not call.result.done():
-                call.result.set_exception(Draining("this prefill worker was shut down"))
+        for call in self._queue.clear():
+            call.fail(Draining("this prefill worker was shut down"))
 
     def close(self) -> int:
         """Join the thread. Nothing can leak: there is no KV pool."""

@@ -97,7 +97,6 @@ async def test_a_batch_has_a_limit_and_a_large_call_goes_alone() -> None:
 
 async def test_a_small_call_does_not_wait_for_all_of_a_large_one_before_it() -> None:
     encoder = StandInEncoder()
-    encoder.gate.set()
     async with _embedding(encoder, max_tokens=8) as worker:
         finished: list[str] = []
 
@@ -108,9 +107,51 @@ async def test_a_small_call_does_not_wait_for_all_of_a_large_one_before_it() -> 
 
         large = asyncio.ensure_future(call("large", [[n] * (1 + n % 4) for n in range(40)]))
         await asyncio.sleep(0)
-        await asyncio.gather(large, call("small", [[7, 7]]), call("middle", [[1, 2], [3]]))
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        others = [asyncio.ensure_future(call(*other)) for other in (("small", [[7, 7]]), ("middle", [[1, 2], [3]]))]
+        await asyncio.sleep(0)
+        encoder.gate.set()
+        await asyncio.gather(large, *others)
         assert finished == ["small", "middle", "large"]
         assert max(size for size, _ in encoder.batches) <= 8
+
+
+async def test_an_answer_is_given_while_the_next_batch_is_computed() -> None:
+    class SecondHeldBack(StandInEncoder):
+        def encode(
+            self, inputs: Sequence[PoolingInput], *, task: PoolingTask, normalize: bool
+        ) -> Sequence[NDArray[np.float32]]:
+            if not self.batches:
+                self.batches.append((len(inputs), normalize))
+                return [np.array([1.0], dtype=np.float32) for _ in inputs]
+            return super().encode(inputs, task=task, normalize=normalize)
+
+    encoder = SecondHeldBack()
+    async with _embedding(encoder, max_tokens=2) as worker, asyncio.timeout(10):
+        first, second = (asyncio.ensure_future(worker.encode(_pooling([[n, n]]))) for n in (1, 2))
+        assert _vectors((await first).vectors) == [[1.0]]
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        assert not second.done()
+        load = await anext(worker.loads.watch(1.0))
+        assert (load.running, load.waiting, load.unfinished, load.finished) == (1, 0, 1, 1)
+        encoder.gate.set()
+        assert _vectors((await second).vectors) == [[4.0, 2.0]]
+        await worker.wait_idle()
+        load = await anext(worker.loads.watch(1.0))
+        assert (load.running, load.waiting, load.unfinished, load.finished) == (0, 0, 0, 2)
+
+
+async def test_all_calls_end_with_the_worker_whether_they_run_or_wait() -> None:
+    encoder = StandInEncoder()
+    async with _embedding(encoder, max_tokens=2) as worker, asyncio.timeout(10):
+        calls = [asyncio.ensure_future(worker.encode(_pooling(inputs))) for inputs in ([[1], [2], [3]], [[4, 4]])]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(encoder.entered.wait, 5)
+        worker.abort_all()
+        assert [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)] == [Draining, Draining]
+        encoder.gate.set()
+        await worker.wait_idle()
+        assert len(encoder.batches) == 1
 
 
 async def test_of_a_cancelled_call_no_further_input_is_computed() -> None:
@@ -128,7 +169,7 @@ async def test_of_a_cancelled_call_no_further_input_is_computed() -> None:
 
 
 async def test_a_cancelled_call_is_not_computed_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
+    monkeypatch.setattr("prefill_worker.encoding_queue.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()
     async with _embedding(encoder) as worker:
         first = asyncio.ensure_future(worker.encode(_pooling([[1]]), normalize=True))
@@ -198,7 +239,7 @@ async def test_numbers_that_are_not_finite_fail_their_call_and_not_its_neighbour
 
 
 async def test_wrong_inputs_and_too_many_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_worker.embedding.MAX_WAITING_CALLS", 1)
+    monkeypatch.setattr("prefill_worker.encoding_queue.MAX_WAITING_CALLS", 1)
     encoder = StandInEncoder()
     async with _embedding(encoder) as worker:
         wrong: list[list[int]]

@@ -79,7 +79,9 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Split text into token ids, by default with the special tokens that the model expects around an input."""
-        return self._tokenizer.encode(self._prepared(text), add_special_tokens=add_special_tokens).ids
+        # Without offsets, which nobody wants here, it takes a fifth less time.
+        (encoding,) = self._tokenizer.encode_batch_fast([self._prepared(text)], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     @property
     def num_special_tokens(self) -> int:

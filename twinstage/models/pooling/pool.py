@@ -44,4 +44,5 @@ def _pool_one(hidden: torch.Tensor, sizes: torch.Tensor, positions: torch.Tensor
 
 
 def _sums(rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    return torch.segment_reduce(rows, "sum", lengths=sizes)
+    # Several times as fast as torch.segment_reduce, where inputs are not tiny.
+    return torch.stack([own.sum(dim=0) for own in torch.split(rows, sizes.tolist())])
