@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.input_tokens import RawInput, input_limit, tokenize_inputs
 from router.limits import MAX_INPUTS, MAX_NUMBERS
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
-from twinstage.text.tokenizer import TextTokenizer
 from twinstage.types import (
     POOLING_TASKS,
     PoolingParameters,
     PoolingTask,
     RawEncodeRequest,
     TextPrompt,
-    TokenPrompt,
     Truncation,
 )
 
@@ -44,13 +43,6 @@ class AdmittedInput:
         return len(self.token_ids) if self.task is PoolingTask.TOKEN_EMBED else 1
 
 
-def input_limit(model: ServedModel) -> int:
-    """Tokens of the longest input, special tokens included."""
-    own = model.tokenizer.bundle.max_input_tokens
-    limit = model.description.max_model_len
-    return limit if own is None else min(own, limit)
-
-
 def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInput]:
     """Check, tokenize and truncate. Runs in a thread. Raises InvalidRequest with all violations."""
     violations = Violations()
@@ -61,21 +53,26 @@ def admit_inputs(raw: RawEncodeRequest, model: ServedModel) -> list[AdmittedInpu
         violations.add(raw.inputs_field, f"must have at most {MAX_INPUTS} entries, has {len(raw.inputs)}")
     options = _checked_options(violations, raw, model)
     violations.raise_any()
+    if len(options) == 1:
+        options = options * len(raw.inputs)
+    given = [
+        RawInput(entry=entry, truncation=chosen.truncation, prompt=chosen.prompt)
+        for entry, chosen in zip(raw.inputs, options, strict=True)
+    ]
     inputs: list[AdmittedInput] = []
     wrong = 0
-    for index, entry in enumerate(raw.inputs):
-        chosen = options[index if len(options) > 1 else 0]
-        token_ids, error_path, error = admit_input(entry, chosen.truncation, model, prompt=chosen.prompt)
-        if error and wrong < MAX_LISTED_PER_FIELD:
-            violations.add(_path(raw, index) + ("" if raw.inputs_field == "texts" else error_path), error)
+    for index, (chosen, tokenized) in enumerate(zip(options, tokenize_inputs(given, model), strict=True)):
+        if tokenized.error and wrong < MAX_LISTED_PER_FIELD:
+            path = _path(raw, index) + ("" if raw.inputs_field == "texts" else tokenized.path)
+            violations.add(path, tokenized.error)
             wrong += 1
         inputs.append(
             AdmittedInput(
-                token_ids=tuple(token_ids),
+                token_ids=tuple(tokenized.token_ids),
                 normalize=chosen.normalize,
                 dimensions=chosen.dimensions,
                 task=chosen.task,
-                unpooled_tokens=chosen.unpooled_tokens if isinstance(entry, TextPrompt) else 0,
+                unpooled_tokens=chosen.unpooled_tokens if isinstance(raw.inputs[index], TextPrompt) else 0,
             )
         )
     violations.raise_any()
@@ -168,83 +165,3 @@ def unpooled_tokens(model: ServedModel, prompt: str) -> int:
 def _path(raw: RawEncodeRequest, index: int) -> str:
     """The path of an input; a stream's request has one, without an index."""
     return raw.inputs_field if raw.inputs_field == "input" else f"{raw.inputs_field}[{index}]"
-
-
-def admit_input(
-    entry: TextPrompt | TokenPrompt | None, truncation: Truncation, model: ServedModel, *, prompt: str = ""
-) -> tuple[list[int], str, str]:
-    """Token ids, or the path within the input and the words of what is wrong. `prompt` is put before a text."""
-    if entry is None:
-        return [], "", "is required: give text or token_ids"
-    limit = input_limit(model)
-    cut_to = limit if truncation.to_model_limit else truncation.tokens
-    if isinstance(entry, TextPrompt):
-        if cut_to is not None:
-            entry = shortened(entry, cut_to, keep_last=truncation.keep_last, tokenizer=model.tokenizer)
-        elif error := too_many_characters(entry.text, model):
-            return [], ".text", error
-        if entry.text:
-            entry = TextPrompt(text=prompt + entry.text)
-    if isinstance(entry, TokenPrompt):
-        path, error = ".token_ids.ids", _wrong_ids(entry, model)
-        token_ids = list(entry.token_ids)
-    else:
-        path, error = ".text", "" if entry.text else "must not be empty"
-        token_ids = model.tokenizer.encode(entry.text) if entry.text else []
-    if error:
-        return [], path, error
-    if cut_to is not None and len(token_ids) > cut_to:
-        kept = model.tokenizer.prompt_tokens(prompt) if truncation.keep_last and isinstance(entry, TextPrompt) else 0
-        token_ids = _cut(entry, token_ids, cut_to, kept, truncation=truncation, tokenizer=model.tokenizer)
-    if len(token_ids) > limit:
-        return [], path, f"has {len(token_ids)} tokens, the model's limit is {limit}; shorten it or set truncation"
-    return (token_ids, path, "") if token_ids else ([], path, "gives no tokens")
-
-
-def too_many_characters(text: str, model: ServedModel) -> str:
-    """What is wrong with a text that cannot fit, whatever its tokens are: it need not be tokenized. Empty: nothing."""
-    limit = input_limit(model)
-    if len(text) <= limit * model.tokenizer.longest_token_characters:
-        return ""
-    size = f"has {len(text)} characters, more than the model's limit of {limit} tokens can hold"
-    return f"{size}; shorten it or set truncation"
-
-
-def _wrong_ids(entry: TokenPrompt, model: ServedModel) -> str:
-    vocab_size = model.description.vocab_size
-    if not entry.token_ids:
-        return "must not be empty"
-    if max(entry.token_ids) >= vocab_size:
-        return f"each id must be below the vocabulary's size {vocab_size}, one is {max(entry.token_ids)}"
-    return ""
-
-
-def shortened(entry: TextPrompt, max_tokens: int, *, keep_last: bool, tokenizer: TextTokenizer) -> TextPrompt:
-    """So much of the text as gives more than `max_tokens` tokens: to tokenize the rest takes long, for nothing.
-
-    One token more than is kept, as the one at which the text is cut may be another than in the whole text.
-    """
-    num_characters = (max_tokens + 1) * tokenizer.longest_token_characters
-    if len(entry.text) <= num_characters:
-        return entry
-    return TextPrompt(text=entry.text[-num_characters:] if keep_last else entry.text[:num_characters])
-
-
-def _cut(
-    entry: TextPrompt | TokenPrompt,
-    token_ids: list[int],
-    limit: int,
-    prompt_tokens: int,
-    *,
-    truncation: Truncation,
-    tokenizer: TextTokenizer,
-) -> list[int]:
-    """At most `limit` tokens. Text keeps its special tokens where there is room for them; ids are cut as they are.
-
-    The first `prompt_tokens` stay where the beginning is cut, if anything of the text does.
-    """
-    if 0 < prompt_tokens < limit - tokenizer.num_special_tokens:
-        return [*token_ids[:prompt_tokens], *token_ids[prompt_tokens - limit :]]
-    if isinstance(entry, TextPrompt):
-        token_ids = tokenizer.encode_truncated(entry.text, max_tokens=limit, keep_last=truncation.keep_last)
-    return token_ids[-limit:] if truncation.keep_last else token_ids[:limit]

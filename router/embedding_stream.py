@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from router.catalog import check_can_do
 from router.embedding import Embedding, work_of
-from router.embedding_admission import AdmittedInput, input_limit
+from router.embedding_admission import AdmittedInput
 from router.encoder import EncodingCall, Vector
 from router.gate import Gate
 from router.generation import Deadlines
+from router.input_tokens import input_limit
 from router.worker_entry import ServedModel
 from twinstage.errors import (
     ComputeFailed,

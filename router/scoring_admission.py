@@ -6,15 +6,8 @@ model gets each pair as one input.
 
 from __future__ import annotations
 
-from router.embedding_admission import (
-    AdmittedInput,
-    admit_input,
-    input_limit,
-    prompt_text,
-    shortened,
-    too_many_characters,
-    unpooled_tokens,
-)
+from router.embedding_admission import AdmittedInput, prompt_text, unpooled_tokens
+from router.input_tokens import RawInput, input_limit, shortened, tokenize_inputs, too_many_characters
 from router.violations import MAX_LISTED_PER_FIELD, Violations
 from router.worker_entry import ServedModel
 from twinstage.text.score_template import tokenize_pair
@@ -129,12 +122,13 @@ def _admit_all(
     normalize = model.tokenizer.bundle.similarity == "cosine"
     inputs: list[AdmittedInput] = []
     wrong = 0
-    for index, text in enumerate(texts):
-        token_ids, _, error = admit_input(TextPrompt(text=text), raw.truncation, model, prompt=prompt)
-        if error and wrong < MAX_LISTED_PER_FIELD:
-            violations.add(_path(field, index), error)
+    given = [RawInput(entry=TextPrompt(text=text), truncation=raw.truncation, prompt=prompt) for text in texts]
+    for index, tokenized in enumerate(tokenize_inputs(given, model)):
+        if tokenized.error and wrong < MAX_LISTED_PER_FIELD:
+            violations.add(_path(field, index), tokenized.error)
             wrong += 1
+        token_ids = tuple(tokenized.token_ids)
         inputs.append(
-            AdmittedInput(token_ids=tuple(token_ids), normalize=normalize, dimensions=None, unpooled_tokens=unpooled)
+            AdmittedInput(token_ids=token_ids, normalize=normalize, dimensions=None, unpooled_tokens=unpooled)
         )
     return inputs

@@ -140,6 +140,13 @@ def test_cutting_keeps_special_tokens(tmp_path: Path, limit: int, keep_last: boo
     assert tokenizer.encode_truncated("hello world one two", max_tokens=limit, keep_last=keep_last) == expected
 
 
+def test_many_texts_give_what_each_gives_by_itself(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(read_bundle(write(tmp_path)))
+    texts = [" ".join(["hello", "world", "one", "two", "stranger"][: 1 + n % 5]) for n in range(200)]
+    assert list(tokenizer.encode_many(texts)) == [tokenizer.encode(text) for text in texts]
+    assert list(tokenizer.encode_many([])) == []
+
+
 def test_text_and_spelling_of_a_token(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(read_bundle(write(tmp_path)))
     assert tokenizer.decode([4, 5]) == "hello world"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -12,6 +12,7 @@ from twinstage.errors import ModelError
 from twinstage.text.bundle import TokenizerBundle
 
 _LONGEST_TOKEN_FLOOR = 64  # characters
+_TEXTS_TOGETHER = 64  # an encoding takes many times the memory of its ids
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -82,6 +83,12 @@ class TextTokenizer:
         # Without offsets, which nobody wants here, it takes a fifth less time.
         (encoding,) = self._tokenizer.encode_batch_fast([self._prepared(text)], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """What `encode` gives for each text, computed on all cores, some texts at a time."""
+        for first in range(0, len(texts), _TEXTS_TOGETHER):
+            some = [self._prepared(text) for text in texts[first : first + _TEXTS_TOGETHER]]
+            yield from (encoding.ids for encoding in self._tokenizer.encode_batch_fast(some))
 
     @property
     def num_special_tokens(self) -> int:
