@@ -16,7 +16,7 @@ from twinstage.addresses import split_address
 from twinstage.errors import ConfigError
 from twinstage.hosting.found_model import find_model
 from twinstage.rpc.protocol import PROTOCOL_VERSION
-from twinstage.rpc.worker_process import WorkerProcess, kv_identity, kv_secrets, run_worker
+from twinstage.rpc.worker_process import WorkerProcess, kv_identity, kv_secrets, kv_tls, run_worker
 from twinstage.types import Role, Task
 
 if TYPE_CHECKING:  # they import torch
@@ -44,7 +44,7 @@ def _process(settings: DecodeSettings) -> WorkerProcess[DecodeWorker]:
 
 def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], DecodeWorker]:
     """Load the model, on a thread; the result makes the worker on the event loop."""
-    secret = kv_secrets(settings)
+    secret, tls = kv_secrets(settings), kv_tls(settings)
     found = find_model(settings)
     if found.resolved.task is not Task.GENERATE:
         raise ConfigError(f"{found.resolved.name} is an embedding model: it runs on prefill workers only")
@@ -67,6 +67,7 @@ def _load(settings: DecodeSettings) -> Callable[[asyncio.AbstractEventLoop], Dec
             tcp_listen=split_address(settings.kv_listen) if "tcp" in settings.transports else None,
             tcp_advertise=settings.kv_advertise,
             timeouts=ChannelTimeouts.of_lease(settings.lease),
+            tls=tls,
         ),
         description=description,
         tokenizer_bundle=found.bundle.to_bytes(),

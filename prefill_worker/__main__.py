@@ -11,7 +11,7 @@ from prefill_worker.config import PrefillSettings
 from prefill_worker.service import SERVICE_NAME, add_services
 from twinstage.hosting.found_model import FoundModel, find_model
 from twinstage.rpc.protocol import PROTOCOL_VERSION
-from twinstage.rpc.worker_process import WorkerProcess, kv_identity, kv_secrets, run_worker
+from twinstage.rpc.worker_process import WorkerProcess, kv_identity, kv_secrets, kv_tls, run_worker
 from twinstage.types import Role, Task
 
 if TYPE_CHECKING:  # they import torch
@@ -63,7 +63,7 @@ def _load_embedding(settings: PrefillSettings, found: FoundModel) -> MakeWorker:
 
 
 def _load_generative(settings: PrefillSettings, found: FoundModel) -> MakeWorker:
-    secret = kv_secrets(settings)
+    secret, tls = kv_secrets(settings), kv_tls(settings)
 
     from prefill_worker.worker import PrefillWorker
     from twinstage.hosting.assemble import build_engine
@@ -76,6 +76,7 @@ def _load_generative(settings: PrefillSettings, found: FoundModel) -> MakeWorker
         secret=secret,
         transports=settings.transports,
         timeouts=ChannelTimeouts.of_lease(settings.lease),
+        tls=tls,
     )
     return lambda loop: PrefillWorker(
         parts,

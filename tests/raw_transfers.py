@@ -10,6 +10,7 @@ from twinstage.transfer.sender import HandoverDone
 from twinstage.types import KvGrant
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+ALL = pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
 BLOCK = 4096
 
 

@@ -32,19 +32,25 @@ from transfer_ends import (
     open_ends,
     open_receiver,
     short_directory,
+    tls_for,
 )
 from twinstage.errors import Cancelled, ConfigError, IllegalTransition, IntegrityError, StaleHandle, TransferError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer.frames import encode
 from twinstage.transfer.host import host_id
-from twinstage.transfer.messages import Commit, Opened
+from twinstage.transfer.messages import Commit, Opened, Transport
 from twinstage.transfer.peer import Peer
 from twinstage.transfer.receiver import KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import HandoverDone, HandoverFailed, KvSender
 from twinstage.transfer.shm import PrivateSocket
 from twinstage.types import KvEndpoint, RequestId
 
-BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+ALL = pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
+
+
+def spoken_of(transport: str) -> Transport:
+    """What a transfer is said to have gone by."""
+    return "shm" if transport == "shm" else "tcp"
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +73,7 @@ def _target(name: str) -> str:
         return ""  # the listing's own
 
 
-@BOTH
+@ALL
 def test_a_grant_may_name_no_block_when_all_are_there_already(transport: str) -> None:
     with open_ends(transport, num_blocks=8) as ends:
         with pytest.raises(IntegrityError, match="no blocks"):
@@ -82,12 +88,12 @@ def test_a_grant_may_name_no_block_when_all_are_there_already(transport: str) ->
         outcome = ends.results.wait(grant.transfer_id)
         assert isinstance(outcome, HandoverDone)
         assert outcome.kv_bytes == 0
-        received = ReceivedBlocks(kv_bytes=0, num_blocks=0, transport=transport)
+        received = ReceivedBlocks(kv_bytes=0, num_blocks=0, transport=spoken_of(transport))
         assert ends.delegate.next() == (grant.transfer_id, commit, received)
         assert bytes(ends.target.block(0)) == bytes(4096)
 
 
-@BOTH
+@ALL
 def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
     with open_ends(transport, num_blocks=8) as ends:
         grant = ends.grant((5, 2, 7))
@@ -99,9 +105,9 @@ def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
         transfer.commit(commit)
         outcome = ends.results.wait(grant.transfer_id)
         assert isinstance(outcome, HandoverDone)
-        assert (outcome.transport, outcome.kv_bytes) == (transport, 3 * 4096)
+        assert (outcome.transport, outcome.kv_bytes) == (spoken_of(transport), 3 * 4096)
         assert 0 < outcome.seconds < WAIT_S
-        received = ReceivedBlocks(kv_bytes=3 * 4096, num_blocks=3, transport=transport)
+        received = ReceivedBlocks(kv_bytes=3 * 4096, num_blocks=3, transport=spoken_of(transport))
         assert ends.delegate.next() == (grant.transfer_id, commit, received)
         assert ends.receiver.bytes_received == 3 * 4096
         for source_id, block_id in ((3, 5), (1, 2), (6, 7)):
@@ -110,7 +116,7 @@ def test_one_transfer_arrives_byte_for_byte(transport: str) -> None:
             assert bytes(ends.target.block(untouched)) == bytes(4096)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("block_bytes", [24, 4096, 300_000, 2_500_001])
 def test_block_sizes_from_tiny_to_larger_than_a_frame(transport: str, block_bytes: int) -> None:
     num_blocks = 1500 if block_bytes < 100 else 6
@@ -127,7 +133,7 @@ def test_block_sizes_from_tiny_to_larger_than_a_frame(transport: str, block_byte
         assert all(ends.target.block(order[index]) == ends.source.block(index) for index in range(num_blocks))
 
 
-@BOTH
+@ALL
 def test_many_transfers_at_once_from_many_threads(transport: str) -> None:
     generator = random.Random(11)
     with open_ends(transport, num_blocks=400, block_bytes=20_000) as ends:
@@ -162,11 +168,11 @@ def test_many_transfers_at_once_from_many_threads(transport: str) -> None:
         assert len({ends.delegate.next()[0] for _ in plans}) == len(plans)
 
 
-@BOTH
+@ALL
 def test_a_small_transfer_is_not_kept_waiting_by_a_large_one(transport: str) -> None:
     memory = BlockMemory.create(num_blocks=64, block_bytes=1 << 20)
     with FakeReceiver(transport, memory) as (grant, accept):
-        sender = KvSender(memory, identity("prefill-1", 8), secret=SECRET)
+        sender = KvSender(memory, identity("prefill-1", 8), secret=SECRET, tls=tls_for(transport))
         # Everything is queued before the connection stands, the large one first.
         for transfer_id, blocks in ((1, range(60)), (2, range(62, 63))):
             transfer = sender.open(
@@ -176,7 +182,7 @@ def test_a_small_transfer_is_not_kept_waiting_by_a_large_one(transport: str) -> 
             transfer.commit(commit_of(transfer_id))
         stream = accept()
         assert [hear(stream).transfer_id, hear(stream).transfer_id] == [1, 2]  # type: ignore[attr-defined]
-        stream.connection.send(encode(Opened(transfer_id=1)) + encode(Opened(transfer_id=2)))
+        stream.connection.sendmsg([memoryview(encode(Opened(transfer_id=1)) + encode(Opened(transfer_id=2)))])
         commits: list[int] = []
         while len(commits) < 2:
             message = hear(stream, None)
@@ -187,7 +193,7 @@ def test_a_small_transfer_is_not_kept_waiting_by_a_large_one(transport: str) -> 
     memory.close()
 
 
-@BOTH
+@ALL
 def test_aborted_blocks_are_reused_and_hold_what_the_second_transfer_wrote(transport: str) -> None:
     """C1: whatever is in flight for the first, it must not land in the second's blocks."""
     generator = random.Random(5)
@@ -213,7 +219,7 @@ def test_aborted_blocks_are_reused_and_hold_what_the_second_transfer_wrote(trans
             assert isinstance(errors_of(ends.results.wait(first.transfer_id)), Cancelled | StaleHandle)
 
 
-@BOTH
+@ALL
 def test_abort_reports_once_and_leaves_the_others_alone(transport: str) -> None:
     with open_ends(transport, num_blocks=40, block_bytes=200_000) as ends:
         grants = [ends.grant(tuple(range(start, start + 10))) for start in (0, 10, 20)]
@@ -233,7 +239,7 @@ def test_abort_reports_once_and_leaves_the_others_alone(transport: str) -> None:
         assert ends.results.is_empty(grants[1].transfer_id)
 
 
-@BOTH
+@ALL
 def test_revoked_before_anyone_came(transport: str) -> None:
     with open_ends(transport) as ends:
         grant = ends.grant((1, 2))
@@ -248,7 +254,7 @@ def test_revoked_before_anyone_came(transport: str) -> None:
         assert ends.delegate.events.empty()
 
 
-@BOTH
+@ALL
 def test_what_the_delegate_raises_reaches_the_sender(transport: str) -> None:
     def refuse(transfer_id: int) -> None:
         raise StaleHandle("not mine")
@@ -485,7 +491,7 @@ def test_an_abort_does_not_wait_for_a_connection_that_is_being_made() -> None:
         assert ends.results.is_empty(grant.transfer_id), "one result"
 
 
-@BOTH
+@ALL
 def test_a_commit_that_cannot_be_said_harms_no_other_transfer(transport: str) -> None:
     with open_ends(transport) as ends:
         grants = [ends.grant((index,)) for index in range(2)]
@@ -503,7 +509,7 @@ def test_a_commit_that_cannot_be_said_harms_no_other_transfer(transport: str) ->
         assert isinstance(ends.results.wait(grants[1].transfer_id), HandoverDone)
 
 
-@BOTH
+@ALL
 def test_the_owner_hears_of_a_transfer_when_it_begins(transport: str) -> None:
     with open_ends(transport) as ends:
         heard: list[list[int]] = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from raw_transfers import BLOCK, BOTH, assert_channel_works, assert_untouched, checksum, raw_grant
+from raw_transfers import ALL, BLOCK, assert_channel_works, assert_untouched, checksum, raw_grant
 from transfer_ends import (
     FAST,
     SECRET,
@@ -25,6 +25,7 @@ from transfer_ends import (
     identity,
     open_ends,
     raw_sender,
+    tls_for,
 )
 from twinstage.errors import ChecksumMismatch, StaleHandle, TransferError
 from twinstage.kv.copying import copy_with_checksum
@@ -37,7 +38,7 @@ from twinstage.transfer.values import ChannelTimeouts, TransferOutcome
 from twinstage.transfer.wire import FrameSocket
 
 
-@BOTH
+@ALL
 def test_blocks_that_change_on_the_way_are_refused(transport: str) -> None:
     """C20: the receiver checks what stands in its own memory."""
     with open_ends(transport) as ends, raw_grant(ends, (4, 9)) as (grant, sender):
@@ -56,7 +57,7 @@ def test_blocks_that_change_on_the_way_are_refused(transport: str) -> None:
         assert_channel_works(ends)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("spoiled", [0, 7], ids=["first", "last"])
 def test_a_real_sender_whose_target_is_spoiled_learns_of_it(
     transport: str, spoiled: int, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +94,7 @@ def test_a_real_sender_whose_target_is_spoiled_learns_of_it(
         assert ends.receiver.bytes_received == 0
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "changes",
     [
@@ -124,7 +125,7 @@ def test_a_write_outside_the_grant_fails_the_transfer_and_nothing_else(transport
         else:
             # Over shared memory a sender that breaks the rules can scribble where it likes; what must not happen is
             # that the receiver takes it for a part of a transfer. Over TCP nothing reaches the memory.
-            sender.say(Write(grant.transfer_id, (piece,)), data if transport == "tcp" else b"")
+            sender.say(Write(grant.transfer_id, (piece,)), data if transport != "shm" else b"")
         answer = sender.hear()
         assert isinstance(answer, Nack), answer
         if transport == "shm" and changes != {"size": 10}:
@@ -154,7 +155,7 @@ def test_a_payload_of_another_size_than_its_pieces_is_hung_up_on(transport: str,
         assert_untouched(ends)
 
 
-@BOTH
+@ALL
 def test_a_commit_before_every_byte_has_come_is_refused_even_if_the_bytes_happen_to_be_there(transport: str) -> None:
     with open_ends(transport) as ends, raw_grant(ends, (4,)) as (grant, sender):
         data = os.urandom(BLOCK)
@@ -167,7 +168,7 @@ def test_a_commit_before_every_byte_has_come_is_refused_even_if_the_bytes_happen
         assert "complete" in str(ends.delegate.next()[1])
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("written", [2048, BLOCK])
 def test_what_was_verified_cannot_be_written_again(transport: str, written: int) -> None:
     with open_ends(transport) as ends:
@@ -182,7 +183,7 @@ def test_what_was_verified_cannot_be_written_again(transport: str, written: int)
         assert ends.fenced(grant.transfer_id).wait(WAIT_S)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     "how",
     [{"token": b"wrong"}, {"epoch": 40}, {"generation": 4}, {"transfer_id": 999}],
@@ -199,7 +200,7 @@ def test_a_stale_or_forged_handle_opens_nothing(transport: str, how: dict) -> No
             assert isinstance(answer, Nack)
             assert answer.reason == StaleHandle.reason
             data = os.urandom(BLOCK)
-            if transport == "tcp":
+            if transport != "shm":
                 sender.write(grant, 0, data, checksum(data))
                 sender.commit(grant.transfer_id)
                 answer = sender.hear()
@@ -212,7 +213,7 @@ def test_a_stale_or_forged_handle_opens_nothing(transport: str, how: dict) -> No
             assert sender.hear() == Ack(transfer_id=grant.transfer_id)
 
 
-@BOTH
+@ALL
 def test_an_expired_grant_opens_nothing_and_commits_nothing(transport: str) -> None:
     with open_ends(transport) as ends:
         late = ends.grant((4,), lease_s=0.0)
@@ -233,7 +234,7 @@ def test_an_expired_grant_opens_nothing_and_commits_nothing(transport: str) -> N
             assert isinstance(ends.delegate.next()[1], StaleHandle)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("seed", range(6))
 def test_completions_in_every_order_end_a_transfer_once(transport: str, seed: int) -> None:
     """C4: done, abort, done again, done for an unknown id, done of an old generation."""
@@ -282,20 +283,20 @@ def _complete_in_order(ends: Ends, sender: RawSender, order: tuple[str, ...], *,
     assert ends.delegate.events.empty()
 
 
-@BOTH
+@ALL
 def test_late_answers_change_nothing_at_the_sender(transport: str) -> None:
     """C4 from the other side: a hand-made receiver answers twice, of the unknown, and of what ended."""
     results: list[object] = []
     source = BlockMemory.create(num_blocks=2, block_bytes=64)
     with FakeReceiver(transport, source) as (grant, receive):
-        sender = KvSender(source, identity("prefill-1", 8), secret=SECRET, timeouts=FAST)
+        sender = KvSender(source, identity("prefill-1", 8), secret=SECRET, timeouts=FAST, tls=tls_for(transport))
         transfer = sender.open(grant, results.append)
         stream = receive()
         assert isinstance(hear(stream), Open)
         ours = grant.transfer_id
         stream.send(Opened(transfer_id=ours))
         transfer.write([0], 0)
-        assert isinstance(hear(stream, 64 if transport == "tcp" else 0), Write)
+        assert isinstance(hear(stream, 64 if transport != "shm" else 0), Write)
         transfer.commit(commit_of(ours))
         hear(stream)
         for message in (
@@ -341,7 +342,7 @@ def test_a_receiver_that_says_more_than_it_was_asked_is_not_heard_out(monkeypatc
     source.close()
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("silent_at", ["open", "commit"])
 def test_a_receiver_that_does_not_answer_is_noticed_by_the_deadline(transport: str, silent_at: str) -> None:
     source = BlockMemory.create(num_blocks=2, block_bytes=64)
@@ -349,7 +350,7 @@ def test_a_receiver_that_does_not_answer_is_noticed_by_the_deadline(transport: s
     ended = threading.Event()
     timeouts = ChannelTimeouts(answer_s=0.2)
     with FakeReceiver(transport, source) as (grant, receive):
-        sender = KvSender(source, identity("prefill-1", 8), secret=SECRET, timeouts=timeouts)
+        sender = KvSender(source, identity("prefill-1", 8), secret=SECRET, timeouts=timeouts, tls=tls_for(transport))
         transfer = sender.open(grant, lambda outcome: (results.append(outcome), ended.set()))
         transfer.write([0], 0)
         transfer.commit(commit_of(1))

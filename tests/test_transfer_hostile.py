@@ -28,7 +28,7 @@ from twinstage.transfer.frames import HEADER, MAGIC, FrameType, encode
 from twinstage.transfer.messages import Abort, Commit, Hello, Open, Piece, Revoked, Write
 from twinstage.transfer.sender import HandoverDone
 
-BOTH = pytest.mark.parametrize("transport", ["shm", "tcp"])
+ALL = pytest.mark.parametrize("transport", ["shm", "tcp", "tls"])
 BLOCK = 4096
 GRANTED = (4, 9)
 BRIEF = replace(FAST, handshake_s=0.3, stall_s=0.3)
@@ -75,7 +75,7 @@ def say(sender: RawSender, transfer_id: int, step: object, payload_bytes: int | 
             send(encode(write, payload_bytes=size) + os.urandom(size))
 
 
-@BOTH
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_whatever_a_sender_says_only_granted_blocks_are_written_and_the_transfer_ends(transport: str) -> None:
     with open_ends(transport, timeouts=BRIEF) as ends:
         untouched = {index: bytes(ends.target.block(index)) for index in set(range(16)) - set(GRANTED)}
@@ -130,7 +130,7 @@ def openings(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(1, len(data)))])
 
 
-@BOTH
+@ALL
 def test_whatever_a_stranger_says_first_he_is_hung_up_on_in_time_and_given_nothing(transport: str) -> None:
     with open_ends(transport, timeouts=BRIEF) as ends:
 
@@ -162,7 +162,7 @@ def read_to_the_end(connection: socket.socket) -> list[int]:
     return descriptors
 
 
-@BOTH
+@ALL
 def test_a_handshake_has_one_deadline_however_slowly_it_trickles_in(transport: str) -> None:
     timeouts = replace(FAST, handshake_s=0.3, stall_s=60.0)
     with open_ends(transport, timeouts=timeouts) as ends, raw_connection(ends.receiver) as connection:
@@ -183,7 +183,7 @@ def test_a_handshake_has_one_deadline_however_slowly_it_trickles_in(transport: s
         assert ended
 
 
-@BOTH
+@ALL
 def test_silent_strangers_keep_nobody_out_and_the_oldest_has_to_leave(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from raw_transfers import BLOCK, BOTH, assert_channel_works, checksum, raw_grant
+from raw_transfers import ALL, BLOCK, assert_channel_works, checksum, raw_grant
 from transfer_ends import (
     FAST,
     WAIT_S,
@@ -40,7 +40,7 @@ from twinstage.transfer.wire import FrameSocket
 from twinstage.types import KvGrant, WorkerId
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 def test_a_sender_that_goes_away_fails_its_transfers_and_fences_them(transport: str, reset: bool) -> None:
     with open_ends(transport) as ends, raw_grant(ends, (4, 9)) as (grant, sender):
@@ -97,7 +97,7 @@ def test_a_revoked_shm_transfer_stays_fenced_off_until_the_sender_confirms() -> 
         assert ends.delegate.events.empty(), "who revokes is not told of it"
 
 
-@BOTH
+@ALL
 def test_a_revocation_while_the_blocks_are_verified_wins(transport: str) -> None:
     """The commit has come, so nothing is written any more: fenced at once, and never handed to the owner."""
     table = IncomingTable(identity(), num_blocks=4, block_bytes=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import trustme
+
 from twinstage.errors import TransferError, TwinstageError
 from twinstage.kv.memory import BlockMemory
 from twinstage.transfer import shm, tcp
@@ -26,6 +29,7 @@ from twinstage.transfer.messages import Challenge, Commit, Hello, Message, Open,
 from twinstage.transfer.receiver import ChannelTimeouts, HandoverCommit, KvIdentity, KvReceiver, ReceivedBlocks
 from twinstage.transfer.sender import KvSender, TransferOutcome
 from twinstage.transfer.shm import PrivateSocket
+from twinstage.transfer.tls import KvTls, KvTlsSource, TlsSocket, make_kv_tls
 from twinstage.transfer.wire import FrameSocket
 from twinstage.types import KvEndpoint, KvGrant, RequestId, WorkerId
 
@@ -34,6 +38,28 @@ SECRET = b"a secret of the tests"
 LAYOUT = "layout-1"
 FIRST_TOKENS = ((0, 7),)
 FAST = ChannelTimeouts(connect_s=2.0, handshake_s=2.0, answer_s=5.0, stall_s=2.0, shutdown_s=2.0)
+
+
+@functools.cache
+def tls_of_one_authority() -> KvTls:
+    return make_tls(trustme.CA())
+
+
+def make_tls(authority: trustme.CA, trusted: trustme.CA | None = None) -> KvTls:
+    """A certificate of `authority`, for an end that lets those of `trusted` in, which is the same by default."""
+    certificate = authority.issue_cert("any.worker")
+    with tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory, name) for name in ("certificate", "key", "ca")]
+        certificate.cert_chain_pems[0].write_to_path(paths[0])
+        certificate.private_key_pem.write_to_path(paths[1])
+        (trusted or authority).cert_pem.write_to_path(paths[2])
+        return make_kv_tls(certificate=paths[0], key=paths[1], ca=paths[2])
+
+
+def tls_for(transport: str) -> KvTlsSource | None:
+    """What both ends have when endpoints are called `transport`."""
+    tls = tls_of_one_authority() if transport == "tls" else None
+    return None if tls is None else lambda: tls
 
 
 def identity(
@@ -156,9 +182,10 @@ def open_receiver(
             secret=secret,
             delegate=delegate,
             shm_directory=directory if transport in ("shm", "both") else None,
-            tcp_listen=("127.0.0.1", 0) if transport in ("tcp", "both") else None,
+            tcp_listen=("127.0.0.1", 0) if transport in ("tcp", "tls", "both") else None,
             tcp_advertise=None,
             timeouts=timeouts,
+            tls=tls_for(transport),
         )
         receiver.start()
         try:
@@ -184,7 +211,9 @@ def open_ends(
     delegate = Delegate()
     try:
         with open_receiver(transport, target, delegate, timeouts=timeouts) as receiver:
-            sender = KvSender(own_source, identity("prefill-1", 8), secret=SECRET, timeouts=timeouts)
+            sender = KvSender(
+                own_source, identity("prefill-1", 8), secret=SECRET, timeouts=timeouts, tls=tls_for(transport)
+            )
             try:
                 yield Ends(
                     transport=transport,
@@ -212,6 +241,7 @@ class RawSender:
             block_bytes=block_bytes,
             transports=("shm", "tcp"),
             timeouts=FAST,
+            tls=tls_for(grant.endpoints[0].transport),
         )
         self.channel: Channel = dialler.dial(grant)
 
@@ -312,13 +342,18 @@ class FakeReceiver:
 
     def accept(self) -> FrameSocket:
         self._listener.settimeout(WAIT_S)
-        stream = FrameSocket(self._listener.accept()[0], stall_s=5.0)
+        connection: socket.socket | TlsSocket = self._listener.accept()[0]
+        if self._transport == "tls":
+            assert isinstance(connection, socket.socket)
+            connection = TlsSocket(connection, tls_of_one_authority().receiver, server_side=True)
+        stream = FrameSocket(connection, stall_s=5.0)
+        stream.secure()
         welcome(
             stream,
             identity=identity(),
             keys=(SECRET,),
             memory=self._memory,
-            transport=self._transport,  # type: ignore[arg-type]
+            transport="shm" if self._transport == "shm" else "tcp",
             timeout_s=WAIT_S,
         )
         return stream

@@ -277,6 +277,6 @@ def _describe(
         kv_block_size=layout.block_size if layout is not None else 0,
         kv_block_bytes=layout.block_bytes if layout is not None else 0,
         max_num_sequences=settings.max_num_sequences,
-        transports=settings.transports if layout is not None else (),
+        transports=settings.announced_transports if layout is not None else (),
         numerics=numerics,
     )

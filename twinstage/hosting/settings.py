@@ -102,6 +102,17 @@ class WorkerSettings(ProcessSettings):
         description="File with the secret that both ends of a KV channel must know; each further line is accepted as "
         "well, so that secrets can be replaced. Without it none is asked.",
     )
+    kv_tls_certificate: Path | None = Field(
+        default=None,
+        description="PEM certificate that this worker shows at the other end of a KV channel over tcp, which then has "
+        "TLS. All workers of a model need it, with --kv-tls-key and --kv-tls-ca.",
+    )
+    kv_tls_key: Path | None = Field(default=None, description="PEM key of --kv-tls-certificate.")
+    kv_tls_ca: Path | None = Field(
+        default=None,
+        description="PEM certificates of the CAs that the worker at the other end must have its certificate of. "
+        "Whoever has one is taken for a worker, by whatever name: use a CA that signs nothing else.",
+    )
     worker_secret_file: Path | None = Field(
         default=None,
         description="File with the secret that routers must send, the same as their --worker-secret-file; each further "
@@ -147,6 +158,21 @@ class WorkerSettings(ProcessSettings):
     def transports(self) -> tuple[str, ...]:
         """The names in `kv_transports`, best first."""
         return tuple(self.kv_transports.split(","))
+
+    @property
+    def kv_tls(self) -> tuple[Path, Path, Path] | None:
+        """Certificate, key and CA of the KV channel; None without TLS. Raises ConfigError when one of them lacks."""
+        certificate, key, ca = self.kv_tls_certificate, self.kv_tls_key, self.kv_tls_ca
+        if certificate is None and key is None and ca is None:
+            return None
+        if certificate is None or key is None or ca is None:
+            raise ConfigError("--kv-tls-certificate, --kv-tls-key and --kv-tls-ca: name all three, or none")
+        return certificate, key, ca
+
+    @property
+    def announced_transports(self) -> tuple[str, ...]:
+        """The ways to hand over KV blocks as others see them: tcp with TLS is called tls."""
+        return tuple("tls" if name == "tcp" and self.kv_tls else name for name in self.transports)
 
     @property
     def compute_threads(self) -> int:

@@ -283,6 +283,6 @@ class Reservation:
 
 def _with_host(endpoint: KvEndpoint, host: str) -> KvEndpoint:
     """Put the host at which the router reaches the worker into an address that leaves it out."""
-    if endpoint.transport == "tcp" and endpoint.address.startswith(":"):
+    if endpoint.transport != "shm" and endpoint.address.startswith(":"):
         return replace(endpoint, address=host + endpoint.address)
     return endpoint

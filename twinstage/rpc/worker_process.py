@@ -28,6 +28,7 @@ from twinstage.rpc.health import OVERALL, HealthService
 from twinstage.rpc.reloaded import Reloaded
 from twinstage.rpc.server import Keepalive, bind, create_server, run_until_signalled
 from twinstage.rpc.server_tls import credentials_of_process
+from twinstage.rpc.tls import TlsFiles
 from twinstage.rpc.worker_service import Loading, ServedWorker, WorkerServicer
 from twinstage.settings import read_settings
 from twinstage.telemetry.log import configure_logging, get_logger
@@ -38,6 +39,7 @@ from twinstage.telemetry.process import (
     settle_after_start,
     stop_at_once_while_starting,
 )
+from twinstage.transfer.tls import KvTls, KvTlsSource, make_kv_tls
 from twinstage.transfer.values import KvIdentity
 from twinstage.types import Role, WorkerDescription
 from twinstage.worker.v1 import worker_pb2_grpc
@@ -214,6 +216,21 @@ def run_worker(
 def kv_secrets(settings: WorkerSettings) -> Callable[[], tuple[bytes, ...]]:
     """What the secrets of the KV channel are when it is asked. Raises ConfigError."""
     return Reloaded([settings.kv_secret_file], settings.kv_secrets).current
+
+
+def kv_tls(settings: WorkerSettings) -> KvTlsSource | None:
+    """TLS of the KV channel as its files say when it is asked; None without it. Raises ConfigError."""
+    if settings.kv_tls is None:
+        return None
+    certificate, key, ca = settings.kv_tls
+    files = TlsFiles(certificate=certificate, key=key, ca=ca, flag_prefix="--kv-tls-")
+
+    def read() -> KvTls:
+        files.read_pair()  # both say what is wrong with which file
+        files.read_ca()
+        return make_kv_tls(certificate=certificate, key=key, ca=ca)
+
+    return Reloaded(files.paths, read).current
 
 
 def kv_identity(description: WorkerDescription) -> KvIdentity:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from twinstage.errors import HandshakeRefused, TwinstageError
+from twinstage.errors import HandshakeRefused, TransferError, TwinstageError
 from twinstage.transfer import shm, tcp
 from twinstage.transfer.handshake import KeySource, SenderSession, greet
 from twinstage.transfer.host import host_id
@@ -14,6 +15,7 @@ from twinstage.transfer.messages import Transport
 from twinstage.transfer.portion import Portion
 from twinstage.transfer.shm import ShmBlockWriter
 from twinstage.transfer.tcp import TcpBlockWriter
+from twinstage.transfer.tls import KvTlsSource, TlsSocket
 from twinstage.transfer.values import ChannelTimeouts, KvIdentity
 from twinstage.transfer.wire import FrameSocket
 from twinstage.types import KvEndpoint, KvGrant
@@ -55,30 +57,36 @@ class Dialler:
     block_bytes: int
     transports: Collection[str]
     timeouts: ChannelTimeouts
+    tls: KvTlsSource | None = None
 
     def dial(self, grant: KvGrant) -> Channel:
         """Connect to the worker that gave `grant`. Raises the error of the last endpoint that was tried."""
         refusal: TwinstageError = HandshakeRefused(
             f"decode worker {grant.worker_id} offers {_names(grant.endpoints)} for its KV blocks; "
-            f"this worker can use {', '.join(sorted(self.transports)) or 'nothing'}"
+            f"this worker can use {', '.join(sorted(self._usable)) or 'nothing'}"
         )
         for endpoint in grant.endpoints:
             try:
-                if endpoint.transport == "shm" and "shm" in self.transports and endpoint.host_id == host_id():
-                    return self._connect(endpoint, grant, transport="shm")
-                if endpoint.transport == "tcp" and "tcp" in self.transports:
+                if endpoint.transport not in self._usable:
+                    continue
+                if endpoint.transport != "shm":
                     return self._connect(endpoint, grant, transport="tcp")
+                if endpoint.host_id == host_id():
+                    return self._connect(endpoint, grant, transport="shm")
             except TwinstageError as error:
                 refusal = error  # another endpoint may do: a path may be invisible here, an address unreachable
         raise refusal
 
+    @property
+    def _usable(self) -> set[str]:
+        """Names of endpoints; with TLS none is dialled that has none."""
+        return {"tls" if name == "tcp" and self.tls is not None else name for name in self.transports}
+
     def _connect(self, endpoint: KvEndpoint, grant: KvGrant, *, transport: Transport) -> Channel:
-        connect = shm.connect if transport == "shm" else tcp.connect
-        stream = FrameSocket(
-            connect(endpoint.address, timeout_s=self.timeouts.connect_s), stall_s=self.timeouts.stall_s
-        )
+        stream = FrameSocket(self._connection(endpoint.address, transport), stall_s=self.timeouts.stall_s)
         try:
             with stream.within(self.timeouts.handshake_s):
+                stream.secure()
                 session = greet(
                     stream,
                     identity=self.identity,
@@ -93,6 +101,17 @@ class Dialler:
             raise
         writer = TcpBlockWriter(stream) if session.memory is None else ShmBlockWriter(stream, session.memory)
         return Channel(transport=transport, stream=stream, session=session, writer=writer)
+
+    def _connection(self, address: str, transport: Transport) -> socket.socket | TlsSocket:
+        if transport == "shm":
+            return shm.connect(address, timeout_s=self.timeouts.connect_s)
+        connection = tcp.connect(address, timeout_s=self.timeouts.connect_s)
+        if self.tls is None:
+            return connection
+        try:
+            return TlsSocket(connection, self.tls().sender, server_side=False)
+        except OSError as error:
+            raise TransferError(f"the KV endpoint {address} ended the connection: {error}") from error
 
 
 def _names(endpoints: Sequence[KvEndpoint]) -> str:

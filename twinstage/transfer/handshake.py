@@ -10,7 +10,8 @@
 The secret never crosses the wire, both ends prove it before either says who it is, and a proof is worth nothing on
 another connection. A receiver may accept several, so that secrets can be replaced. A seal is an HMAC of the transcript
 and what the message says. Without a secret the key is empty: everyone who can connect is let in, and only the grant's
-token protects a transfer. The channel is authenticated when it is set up; it is not encrypted.
+token protects a transfer. The channel is authenticated when it is set up; only TLS, below it, encrypts
+it (`tls`).
 """
 
 from __future__ import annotations

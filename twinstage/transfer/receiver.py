@@ -30,6 +30,7 @@ from twinstage.transfer.host import host_id
 from twinstage.transfer.incoming import FenceCallback, IncomingTable, call_back
 from twinstage.transfer.messages import Transport
 from twinstage.transfer.shm import PrivateSocket
+from twinstage.transfer.tls import KvTlsSource, TlsSocket
 from twinstage.transfer.values import ChannelTimeouts, HandoverCommit, KvIdentity, ReceivedBlocks
 from twinstage.transfer.wire import FrameSocket
 from twinstage.types import KvEndpoint, KvGrant
@@ -62,8 +63,9 @@ class KvReceiver:
         tcp_listen: tuple[str, int] | None,
         tcp_advertise: str | None = None,
         timeouts: ChannelTimeouts | None = None,
+        tls: KvTlsSource | None = None,
     ) -> None:
-        """Nothing listens before `start`.
+        """Nothing listens before `start`. With `tls` senders come over TCP only with it.
 
         `shm_directory`: where to put the unix socket; None: no shared memory. `tcp_listen`: address, port 0 for a free
         one; None: no TCP. `tcp_advertise`: host or host:port that senders reach it by, if it differs; listening on all
@@ -77,6 +79,7 @@ class KvReceiver:
         self._tcp_listen = tcp_listen
         self._tcp_advertise = tcp_advertise
         self._timeouts = timeouts or ChannelTimeouts()
+        self._tls = tls
         self._table = IncomingTable(identity, num_blocks=memory.num_blocks, block_bytes=memory.block_bytes)
         self._lock = threading.Lock()
         self._bytes_received = 0
@@ -113,7 +116,8 @@ class KvReceiver:
             if self._tcp_listen is not None:
                 listener = tcp.listen(*self._tcp_listen)
                 self._listeners.append(("tcp", listener))
-                endpoints.append(self._endpoint("tcp", _advertised(listener, self._tcp_advertise)))
+                name = "tcp" if self._tls is None else "tls"
+                endpoints.append(self._endpoint(name, _advertised(listener, self._tcp_advertise)))
         except BaseException:
             self.close()
             raise
@@ -172,7 +176,7 @@ class KvReceiver:
         if revocation.is_first:
             revocation.link.stop_writing(transfer_id)
 
-    def _endpoint(self, transport: Transport, address: str) -> KvEndpoint:
+    def _endpoint(self, transport: str, address: str) -> KvEndpoint:
         return KvEndpoint(transport=transport, address=address, host_id=host_id())
 
     def _accept(self, listener: socket.socket, transport: Transport) -> None:
@@ -199,7 +203,12 @@ class KvReceiver:
 
     def _admit(self, connection: socket.socket, transport: Transport) -> None:
         """Give a connection its thread, unless there are too many."""
-        stream = FrameSocket(connection, stall_s=self._timeouts.stall_s)
+        try:
+            stream = FrameSocket(self._prepared(connection, transport), stall_s=self._timeouts.stall_s)
+        except OSError as error:  # it broke already: accept the others
+            logger.warning("a kv sender could not be served", transport=transport, error=str(error))
+            connection.close()
+            return
         thread = threading.Thread(
             target=self._serve, args=(stream, transport), name=f"kv-receiver-{transport}", daemon=True
         )
@@ -208,18 +217,24 @@ class KvReceiver:
             stream.close()
             return
         try:
-            if transport == "tcp":
-                tcp.tune(connection)
             thread.start()
-        except (OSError, RuntimeError) as error:  # it broke already, or there are no threads left: accept the others
+        except RuntimeError as error:  # there are no threads left
             logger.warning("a kv sender could not be served", transport=transport, error=str(error))
             self._callers.leave(thread)
             stream.close()
+
+    def _prepared(self, connection: socket.socket, transport: Transport) -> socket.socket | TlsSocket:
+        """Raises OSError."""
+        if transport == "shm":
+            return connection
+        tcp.tune(connection)
+        return connection if self._tls is None else TlsSocket(connection, self._tls().receiver, server_side=True)
 
     def _serve(self, stream: FrameSocket, transport: Transport) -> None:
         """The life of one connection."""
         try:
             with stream.within(self._timeouts.handshake_s):
+                stream.secure()
                 session = welcome(
                     stream,
                     identity=self._identity,

@@ -21,6 +21,7 @@ from twinstage.transfer.dial import Dialler
 from twinstage.transfer.handshake import KvSecret, key_source
 from twinstage.transfer.outgoing import OutgoingTransfer
 from twinstage.transfer.peer import Peer
+from twinstage.transfer.tls import KvTlsSource
 from twinstage.transfer.values import (
     ChannelTimeouts,
     HandoverCommit,
@@ -54,8 +55,12 @@ class KvSender:
         secret: KvSecret,
         transports: Sequence[str] = ("shm", "tcp"),
         timeouts: ChannelTimeouts | None = None,
+        tls: KvTlsSource | None = None,
     ) -> None:
-        """`secret` must be the receivers'. Raises ConfigError when it is empty."""
+        """`secret` must be the receivers'. Raises ConfigError when it is empty.
+
+        With `tls` receivers are reached over TCP only if they have it as well.
+        """
         if "shm" in transports:
             copying.prepare()
         self._memory = memory
@@ -67,6 +72,7 @@ class KvSender:
             block_bytes=memory.block_bytes,
             transports=frozenset(transports),
             timeouts=self._timeouts,
+            tls=tls,
         )
         self._lock = threading.Lock()
         self._current: dict[tuple[WorkerId, int, tuple[KvEndpoint, ...]], Peer] = {}  # by worker, epoch, endpoints

@@ -136,7 +136,7 @@ def send_with_descriptor(stream: FrameSocket, message: Message, *, descriptor: i
     """Send a frame and a copy of `descriptor` with its first byte."""
     data = encode(message)
     try:
-        sent = socket.send_fds(stream.connection, [data], [descriptor])
+        sent = socket.send_fds(_unix_socket(stream), [data], [descriptor])
     except OSError as error:
         raise TransferError(f"the memory's descriptor could not be passed: {error}") from error
     if sent != len(data):
@@ -147,7 +147,7 @@ def receive_descriptor(stream: FrameSocket, *, timeout_s: float) -> tuple[Frame,
     """Receive a frame and the descriptor that came with its first byte, if any. Raises TransferError."""
     stream.wait_readable(time.monotonic() + timeout_s)
     try:
-        data, fds, flags, _ = socket.recv_fds(stream.connection, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags, _ = socket.recv_fds(_unix_socket(stream), HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise TransferError(f"the memory's descriptor could not be received: {error}") from error
     descriptor = Descriptor(fds[0] if fds else None)
@@ -158,6 +158,11 @@ def receive_descriptor(stream: FrameSocket, *, timeout_s: float) -> tuple[Frame,
         frame = stream.receive_message(decode_header(data))
         stack.pop_all()
     return frame, descriptor
+
+
+def _unix_socket(stream: FrameSocket) -> socket.socket:
+    assert isinstance(stream.connection, socket.socket)  # TLS is for TCP
+    return stream.connection
 
 
 def connect(path: str, *, timeout_s: float) -> socket.socket:

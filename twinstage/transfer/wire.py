@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from twinstage.errors import TransferError
+from twinstage.errors import HandshakeRefused, TransferError
 from twinstage.transfer.frames import HEADER, Header, decode_body, decode_header, encode
 from twinstage.transfer.messages import Message
+from twinstage.transfer.tls import TlsSocket
 
 _MAX_BUFFERS = 1024  # IOV_MAX: the most buffers the kernel takes in one call
 _DISCARD_BYTES = 256 * 1024
@@ -32,7 +33,7 @@ class Frame:
 class FrameSocket:
     """Frames over a stream socket. One thread may read while another sends; each direction has one user at a time."""
 
-    def __init__(self, connection: socket.socket, *, stall_s: float) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket, *, stall_s: float) -> None:
         """Take `connection` over. A frame that has begun must be complete within `stall_s` seconds."""
         connection.setblocking(False)
         self.connection = connection
@@ -51,6 +52,20 @@ class FrameSocket:
             yield
         finally:
             self._until_s = None
+
+    def secure(self) -> None:
+        """Agree on TLS, where the connection has it; before the first frame.
+
+        Raises HandshakeRefused, and TransferError when the peer is gone or takes longer than the stall time.
+        """
+        if isinstance(self.connection, TlsSocket):
+            deadline = self._deadline(self.stall_s)
+            try:
+                while (event := self.connection.agree()) is not None:
+                    _wait(self._readable if event == select.POLLIN else self._writable, deadline)
+            except HandshakeRefused:
+                self._let_peer_read_why(self.connection, deadline)
+                raise
 
     def send(self, message: Message, *, payload: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:
         """Send one frame. Raises TransferError when the peer is gone or takes nothing for the stall time."""
@@ -129,6 +144,13 @@ class FrameSocket:
     def close(self) -> None:
         """Close the socket; no thread may use it any more."""
         self.connection.close()
+
+    def _let_peer_read_why(self, connection: TlsSocket, deadline: float | None) -> None:
+        """Wait for the peer's end: to close with something unread would cut off what was sent last."""
+        self.end_sending()
+        with contextlib.suppress(TransferError):
+            while not connection.drop_unread():
+                _wait(self._readable, deadline)
 
     def _deadline(self, seconds: float | None) -> float | None:
         if seconds is None:

@@ -844,7 +844,7 @@ class KvEndpoint(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"shm" or "tcp"."""
+    """"shm", "tcp", or "tls" for tcp with TLS."""
     address: _builtins.str
     """Path of a unix socket, or host:port; an empty host means the host at which the router reaches the worker."""
     host_id: _builtins.str
