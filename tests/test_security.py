@@ -96,7 +96,14 @@ def cluster(
         cluster.access = Access(credentials=tls_credentials(certificates.ca), token=TOKEN)
         asks = ("--tls-client-ca", str(certificates.ca), "--worker-secret-file", str(secret))
         kv = ("--kv-secret-file", str(secret), "--kv-cache-bytes", "8MiB", "--weights", "fp32")
-        cluster.start_workers(str(prepared_tiny_model), flags=(*certificates.flags("worker"), *asks, *kv))
+        tls = (
+            "--kv-transports",
+            "tcp",
+            *certificates.flags("worker", "--kv-tls-"),
+            "--kv-tls-ca",
+            str(certificates.ca),
+        )
+        cluster.start_workers(str(prepared_tiny_model), flags=(*certificates.flags("worker"), *asks, *kv, *tls))
         shows = ("--worker-tls-ca", str(certificates.ca), "--worker-tls-name", "worker.internal")
         cluster.start_router(
             *certificates.flags("server"),
@@ -117,7 +124,8 @@ def _client(cluster: SecureCluster, ca: Path | None, token: str) -> TwinstageCli
 async def test_who_has_the_ca_and_a_token_is_served(cluster: SecureCluster, certificates: Certificates) -> None:
     with _client(cluster, certificates.ca, TOKEN) as client:
         expected = client.generate("Hello", SHORT)
-        assert expected.summary.placement.transport == "shm"
+        assert expected.summary.placement.transport == "tcp"
+        assert {worker.transports for worker in client.workers()} == {("tls",)}
     async with AsyncTwinstageClient(
         cluster.address, credentials=tls_credentials(certificates.ca), token=TOKEN
     ) as asynchronous:
@@ -131,7 +139,7 @@ def test_commands_show_both(
     token_file.write_text(TOKEN)
     flags = ["--address", cluster.address, "--tls-ca", str(certificates.ca)]
     _run(["generate", "Hello", "--max-tokens", "3", *flags, "--token-file", str(token_file)])
-    assert "shm" in capsys.readouterr().err
+    assert "tcp" in capsys.readouterr().err
     load = ["--concurrency", "1", "--requests", "2", "--prompt-tokens", "4", "--output-tokens", "2"]
     _run(["bench", *load, *flags, "--token-file", str(token_file), "--json", str(tmp_path / "report.json")])
     report = (tmp_path / "report.json").read_text()
