@@ -110,7 +110,8 @@ class RouterSettings(ProcessSettings):
     tokenizer_threads: int = Field(
         default=2,
         ge=1,
-        description="Threads for prompts, to tokenize and render; as many others are for inputs to embed.",
+        description="Threads for prompts, to tokenize and render; as many others are for inputs to embed, and "
+        "there a call's texts are also shared out among all cores.",
     )
     grammar_backend: Literal["auto", "xgrammar", "llguidance"] = Field(
         default="auto",

@@ -147,6 +147,23 @@ def test_many_texts_give_what_each_gives_by_itself(tmp_path: Path) -> None:
     assert list(tokenizer.encode_many([])) == []
 
 
+def test_few_long_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoding takes many times the memory of its text."""
+    tokenizer = TextTokenizer(read_bundle(write(tmp_path)))
+    sizes: list[int] = []
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str]) -> list[Any]:
+            sizes.append(len(texts))
+            return inner.encode_batch_fast(texts)
+
+    inner = tokenizer._tokenizer
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
+    texts = ["hello " * 20_000] * 5 + ["one"] * 70
+    assert [len(ids) for ids in tokenizer.encode_many(texts)] == [len(inner.encode(text).ids) for text in texts]
+    assert sizes == [2, 2, 64, 7]
+
+
 def test_text_and_spelling_of_a_token(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(read_bundle(write(tmp_path)))
     assert tokenizer.decode([4, 5]) == "hello world"

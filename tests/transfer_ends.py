@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import os
@@ -45,9 +46,11 @@ def tls_of_one_authority() -> KvTls:
     return make_tls(trustme.CA())
 
 
-def make_tls(authority: trustme.CA, trusted: trustme.CA | None = None) -> KvTls:
+def make_tls(
+    authority: trustme.CA, trusted: trustme.CA | None = None, not_after: datetime.datetime | None = None
+) -> KvTls:
     """A certificate of `authority`, for an end that lets those of `trusted` in, which is the same by default."""
-    certificate = authority.issue_cert("any.worker")
+    certificate = authority.issue_cert("any.worker", not_after=not_after)
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, name) for name in ("certificate", "key", "ca")]
         certificate.cert_chain_pems[0].write_to_path(paths[0])
@@ -345,7 +348,7 @@ class FakeReceiver:
         connection: socket.socket | TlsSocket = self._listener.accept()[0]
         if self._transport == "tls":
             assert isinstance(connection, socket.socket)
-            connection = TlsSocket(connection, tls_of_one_authority().receiver, server_side=True)
+            connection = TlsSocket(connection, tls_of_one_authority, is_receiver=True)
         stream = FrameSocket(connection, stall_s=5.0)
         stream.secure()
         welcome(

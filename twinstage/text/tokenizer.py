@@ -12,7 +12,7 @@ from twinstage.errors import ModelError
 from twinstage.text.bundle import TokenizerBundle
 
 _LONGEST_TOKEN_FLOOR = 64  # characters
-_TEXTS_TOGETHER = 64  # an encoding takes many times the memory of its ids
+_TEXTS_TOGETHER, _CHARACTERS_TOGETHER = 64, 2**18  # an encoding takes many times the memory of its text
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -86,9 +86,8 @@ class TextTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """What `encode` gives for each text, computed on all cores, some texts at a time."""
-        for first in range(0, len(texts), _TEXTS_TOGETHER):
-            some = [self._prepared(text) for text in texts[first : first + _TEXTS_TOGETHER]]
-            yield from (encoding.ids for encoding in self._tokenizer.encode_batch_fast(some))
+        for some in _some_at_a_time(texts):
+            yield from (encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(map(self._prepared, some))))
 
     @property
     def num_special_tokens(self) -> int:
@@ -194,6 +193,19 @@ class TextTokenizer:
 
     def _prepared(self, text: str) -> str:
         return text.lower() if self.bundle.lower_case else text
+
+
+def _some_at_a_time(texts: Sequence[str]) -> Iterator[list[str]]:
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and (len(some) == _TEXTS_TOGETHER or size + len(text) > _CHARACTERS_TOGETHER):
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from twinstage.errors import HandshakeRefused, TransferError, TwinstageError
+from twinstage.errors import HandshakeRefused, TwinstageError
 from twinstage.transfer import shm, tcp
 from twinstage.transfer.handshake import KeySource, SenderSession, greet
 from twinstage.transfer.host import host_id
@@ -108,10 +108,7 @@ class Dialler:
         connection = tcp.connect(address, timeout_s=self.timeouts.connect_s)
         if self.tls is None:
             return connection
-        try:
-            return TlsSocket(connection, self.tls().sender, server_side=False)
-        except OSError as error:
-            raise TransferError(f"the KV endpoint {address} ended the connection: {error}") from error
+        return TlsSocket(connection, self.tls, is_receiver=False)
 
 
 def _names(endpoints: Sequence[KvEndpoint]) -> str:

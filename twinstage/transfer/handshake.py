@@ -2,7 +2,8 @@
 
     sender -> Hello          transport, nonce
     Challenge <- receiver    nonce
-    sender -> Proof          HMAC-SHA256(secret, "sender", transcript), the transcript being Hello and Challenge
+    sender -> Proof          HMAC-SHA256(secret, "sender", transcript), the transcript being Hello and Challenge, with
+                             TLS also the receiver's certificate
     Proof <- receiver        HMAC-SHA256(secret, "receiver", transcript)
     sender -> Introduction   protocol version, identity, wanted worker and epoch; sealed
     Welcome <- receiver      identity, shape of the memory; sealed; over shm with the memory's descriptor
@@ -152,7 +153,7 @@ def _prove_to_receiver(stream: FrameSocket, *, key: bytes, transport: Transport,
     """Prove the secret, and see it proved; the transcript. Raises HandshakeRefused or TransferError."""
     hello = Hello(transport=transport, nonce=secrets.token_hex(32))
     stream.send(hello, timeout_s=timeout_s)
-    transcript = _transcript(hello, _expect(stream.receive(idle_s=timeout_s), Challenge))
+    transcript = _transcript(stream, hello, _expect(stream.receive(idle_s=timeout_s), Challenge))
     stream.send(Proof(proof=_proof(key, b"sender", transcript)), timeout_s=timeout_s)
     proof = _expect(stream.receive(idle_s=timeout_s), Proof)
     if not hmac.compare_digest(proof.proof, _proof(key, b"receiver", transcript)):
@@ -167,7 +168,7 @@ def _prove_to_sender(stream: FrameSocket, *, keys: Sequence[bytes], timeout_s: f
     """
     hello = _expect(stream.receive(idle_s=timeout_s), Hello)
     challenge = Challenge(nonce=secrets.token_hex(32))
-    transcript = _transcript(hello, challenge)
+    transcript = _transcript(stream, hello, challenge)
     stream.send(challenge, timeout_s=timeout_s)
     proof = _expect(stream.receive(idle_s=timeout_s), Proof)
     known = [key for key in keys if hmac.compare_digest(proof.proof, _proof(key, b"sender", transcript))]
@@ -238,8 +239,8 @@ def _seal(message: Introduction | Welcome, *, key: bytes, transcript: bytes) -> 
     return _proof(key, type(message).__name__.lower().encode(), transcript + said)
 
 
-def _transcript(hello: Hello, challenge: Challenge) -> bytes:
-    said = hashlib.sha256()
+def _transcript(stream: FrameSocket, hello: Hello, challenge: Challenge) -> bytes:
+    said = hashlib.sha256(stream.binding)
     for message in (hello, challenge):
         body = message.model_dump_json().encode()
         said.update(len(body).to_bytes(8, "big"))

@@ -68,6 +68,7 @@ class Peer:
         self._connected = False
         self._closing = False
         self._retired = False
+        self._is_worn = False  # it only finishes what it has
         self._writer = threading.Thread(target=self._run, name=f"kv-writer-{name}", daemon=True)
 
     @property
@@ -82,7 +83,7 @@ class Peer:
     def adopt(self, transfer: OutgoingTransfer) -> bool:
         """Take a transfer over. False when the peer has retired. Raises StaleHandle when its id is in use."""
         with self._condition:
-            if self._retired or self._closing:
+            if self._retired or self._closing or self._is_worn:
                 return False
             if transfer.transfer_id in self._transfers:
                 raise StaleHandle(f"transfer {transfer.transfer_id} is running already; a grant is used once")
@@ -200,6 +201,10 @@ class Peer:
                 self._drop(late, error, channel)
         if self._heartbeat.is_due(is_needed=bool(self._live())):
             channel.stream.send(Alive())
+        if channel.stream.is_worn:
+            with self._condition:
+                self._is_worn = True
+                self._closing = self._closing or not self._transfers
 
     def _wait(self) -> tuple[list[Message | TransferError], OutgoingTransfer | None]:
         """Wait for something to do: what was said, whose turn it is, or a deadline."""

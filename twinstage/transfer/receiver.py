@@ -203,12 +203,9 @@ class KvReceiver:
 
     def _admit(self, connection: socket.socket, transport: Transport) -> None:
         """Give a connection its thread, unless there are too many."""
-        try:
-            stream = FrameSocket(self._prepared(connection, transport), stall_s=self._timeouts.stall_s)
-        except OSError as error:  # it broke already: accept the others
-            logger.warning("a kv sender could not be served", transport=transport, error=str(error))
-            connection.close()
-            return
+        tls = self._tls if transport == "tcp" else None
+        carrier = connection if tls is None else TlsSocket(connection, tls, is_receiver=True)
+        stream = FrameSocket(carrier, stall_s=self._timeouts.stall_s)
         thread = threading.Thread(
             target=self._serve, args=(stream, transport), name=f"kv-receiver-{transport}", daemon=True
         )
@@ -217,18 +214,13 @@ class KvReceiver:
             stream.close()
             return
         try:
+            if transport == "tcp":
+                tcp.tune(connection)
             thread.start()
-        except RuntimeError as error:  # there are no threads left
+        except (OSError, RuntimeError) as error:  # it broke already, or there are no threads left: accept the others
             logger.warning("a kv sender could not be served", transport=transport, error=str(error))
             self._callers.leave(thread)
             stream.close()
-
-    def _prepared(self, connection: socket.socket, transport: Transport) -> socket.socket | TlsSocket:
-        """Raises OSError."""
-        if transport == "shm":
-            return connection
-        tcp.tune(connection)
-        return connection if self._tls is None else TlsSocket(connection, self._tls().receiver, server_side=True)
 
     def _serve(self, stream: FrameSocket, transport: Transport) -> None:
         """The life of one connection."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from twinstage.errors import HandshakeRefused, TransferError
+from twinstage.transfer import tls
 from twinstage.transfer.frames import HEADER, Header, decode_body, decode_header, encode
 from twinstage.transfer.messages import Message
 from twinstage.transfer.tls import TlsSocket
@@ -66,6 +67,16 @@ class FrameSocket:
             except HandshakeRefused:
                 self._let_peer_read_why(self.connection, deadline)
                 raise
+
+    @property
+    def binding(self) -> bytes:
+        """What proofs on this connection must include, so that they hold on no other; nothing without TLS."""
+        return self.connection.receiver_sha256 if isinstance(self.connection, TlsSocket) else b""
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether nothing new should be sent here: the keys of TLS have served long enough."""
+        return isinstance(self.connection, TlsSocket) and self.connection.bytes_sent >= tls.MAX_BYTES_PER_CONNECTION
 
     def send(self, message: Message, *, payload: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:
         """Send one frame. Raises TransferError when the peer is gone or takes nothing for the stall time."""

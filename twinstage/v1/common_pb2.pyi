@@ -738,7 +738,7 @@ class Placement(_message.Message):
     decode_worker: _builtins.str
     """The decode worker's id; empty when the request ended on the prefill worker."""
     transport: _builtins.str
-    """How the KV blocks travelled: "shm" or "tcp"; empty when none did."""
+    """How the KV blocks travelled: "shm", or "tcp" with or without TLS; empty when none did."""
     kv_bytes: _builtins.int
     """Bytes of KV blocks that the decode worker received."""
     decode_computed_prompt_tokens: _builtins.int
