@@ -320,6 +320,9 @@ def test_ids() -> None:
     assert all(len(call_id) == 9 and call_id.isalnum() and call_id.isascii() for call_id in mistral)
     (call,) = AnswerParser(tools("kimi_k2")).push(CALLS["kimi_k2"][0]).tool_calls
     assert call.id == "functions.get_weather:0"  # its template takes the model's own ids
+    first, second = AnswerParser(tools("kimi_k2")).push(2 * CALLS["kimi_k2"][0]).tool_calls  # it counted anew
+    assert first.id == call.id
+    assert second.id not in ("", call.id)
 
 
 def test_tokens_that_parsers_must_see() -> None:

@@ -31,6 +31,7 @@ class AnswerBuilder:
         self._max_calls = None if parallel else 1
         self._content, self._reasoning = _HeldText(), _HeldText()
         self._calls: list[tuple[ToolCallDelta, list[str]]] = []  # each with the pieces of its arguments
+        self._call_ids: set[str] = set()
         self._num_calls = 0
         self._num_complete = 0
 
@@ -57,11 +58,14 @@ class AnswerBuilder:
         self._content.add(text, strips_beginning=self._num_calls > 0)
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """A call of a tool that the request knows; its arguments follow."""
+        """A call of a tool that the request knows; its arguments follow. No two calls have the same id."""
         self._content.drop_space()
         self._num_calls += 1
         if self._is_wanted:
-            call = ToolCallDelta(index=self._num_calls - 1, id=call_id or self._new_call_id(), name=name)
+            if not call_id or call_id in self._call_ids:  # a model may count its calls anew
+                call_id = self._new_call_id()
+            self._call_ids.add(call_id)
+            call = ToolCallDelta(index=self._num_calls - 1, id=call_id, name=name)
             self._calls.append((call, []))
 
     def arguments(self, text: str) -> None:
