@@ -23,7 +23,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next ones have the next seeds")
     parser.add_argument("--minutes", type=float, default=2.0, help="how long faults are made")
     parser.add_argument("--faults", type=int, help="end after so many faults, if they come before the minutes are over")
-    parser.add_argument("--transport", choices=("shm", "tcp", "both"), default="both")
+    parser.add_argument("--transport", choices=("shm", "tcp", "tls", "both"), default="both")
     parser.add_argument("--weights", choices=("fp32", "stock"), default="fp32", help="stock: in deterministic mode")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=3, help="decode workers")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
+import trustme
 
 from chaos.pooling import MODEL_NAME
 from chaos.schedule import ROUTER
@@ -40,7 +41,7 @@ _CLIENT_OPTIONS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the cluster consists of. `transport` is shm, tcp or both: then decode workers take turns.
+    """What the cluster consists of. `transport` is shm, tcp, tls (tcp with it) or both: then decode workers take turns.
 
     The first decode worker guesses tokens by n-grams, the third by a draft model, which is the model itself.
     """
@@ -60,10 +61,14 @@ class Shape:
     def transports(self) -> Iterator[tuple[str, str]]:
         """Worker ids and the transports each can use."""
         for number in range(self.prefill):
-            yield f"prefill-{number}", "shm,tcp" if self.transport == "both" else self.transport
+            yield f"prefill-{number}", "shm,tcp" if self.transport == "both" else self._flag
         for number in range(self.decode):
-            own = ("shm", "tcp")[number % 2] if self.transport == "both" else self.transport
+            own = ("shm", "tcp")[number % 2] if self.transport == "both" else self._flag
             yield f"decode-{number}", own
+
+    @property
+    def _flag(self) -> str:
+        return "tcp" if self.transport == "tls" else self.transport
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -121,6 +126,7 @@ class ChaosCluster:
         self.shape = shape
         self.mark = directory.name + f"-{os.getpid()}"
         self.socket_directory = directory / "kv"
+        self._directory = directory
         self._processes = ProcessCluster(directory, environment={MARK: self.mark})
         self.links: dict[str, FaultyLink] = {}
         self.members: dict[str, Member] = {}
@@ -143,6 +149,7 @@ class ChaosCluster:
                 await link.close()
 
     async def _start(self) -> None:
+        tls = self._tls_flags() if self.shape.transport == "tls" else ()
         for worker_id, transports in self.shape.transports():
             role = worker_id.split("-")[0]
             address = await self._link(f"router:{worker_id}")
@@ -154,7 +161,7 @@ class ChaosCluster:
                     kv_address = await self._link(f"kv:{worker_id}")
                     own += ["--kv-listen", kv_address, "--kv-advertise", self.links[f"kv:{worker_id}"].address]
             self.members[worker_id] = Member(
-                name=worker_id, module=f"{role}_worker", flags=(*self.shape.common_flags, *own)
+                name=worker_id, module=f"{role}_worker", flags=(*self.shape.common_flags, *own, *tls)
             )
         for worker_id in self.shape.embedder_ids:
             own = ["--worker-id", worker_id, "--listen", await self._link(f"router:{worker_id}"), "--threads", "1"]
@@ -171,6 +178,15 @@ class ChaosCluster:
         await self.start(first)  # it leaves in the cache what the others only read
         await asyncio.gather(*(self.start(member) for member in others))
         await self.wait_ready()
+
+    def _tls_flags(self) -> tuple[str, ...]:
+        authority = trustme.CA()
+        issued = authority.issue_cert("worker.internal")
+        files = {name: self._directory / f"kv-{name}.pem" for name in ("certificate", "key", "ca")}
+        issued.cert_chain_pems[0].write_to_path(files["certificate"])
+        issued.private_key_pem.write_to_path(files["key"])
+        authority.cert_pem.write_to_path(files["ca"])
+        return tuple(word for name, path in files.items() for word in (f"--kv-tls-{name}", str(path)))
 
     async def _link(self, name: str) -> str:
         """Make a link and return the address to which it leads."""
