@@ -329,6 +329,16 @@ def test_files_that_cannot_be_used_are_named() -> None:
         assert settings.announced_transports == ("shm", "tls")
         with pytest.raises(ConfigError, match="name all three"):
             kv_tls(settings.model_copy(update={"kv_tls_ca": None}))
+        plain = (directory / "certificate").read_text()
+        for written in (
+            plain.replace("CERTIFICATE", "TRUSTED CERTIFICATE"),
+            plain.replace("CERTIFICATE", "X509 CERTIFICATE"),
+        ):
+            (directory / "certificate").write_text(written + plain)  # OpenSSL would show the first
+            with pytest.raises(ConfigError, match="--kv-tls-certificate"):
+                kv_tls(settings)
+        (directory / "certificate").write_text("of some kind\n" + plain)
+        assert kv_tls(settings) is not None
         (directory / "ca").write_text("no certificate")
         with pytest.raises(ConfigError, match="--kv-tls-ca"):
             kv_tls(settings)

@@ -228,7 +228,10 @@ def kv_tls(settings: WorkerSettings) -> KvTlsSource | None:
     def read() -> KvTls:
         files.read_pair()  # both say what is wrong with which file
         files.read_ca()
-        return make_kv_tls(certificate=certificate, key=key, ca=ca)
+        try:
+            return make_kv_tls(certificate=certificate, key=key, ca=ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--kv-tls-certificate {certificate} cannot be used: {error}") from error
 
     return Reloaded(files.paths, read).current
 

@@ -9,6 +9,7 @@ the CA, and sits between two workers that have a secret, cannot pass the proof o
 from __future__ import annotations
 
 import hashlib
+import re
 import select
 import socket
 import ssl
@@ -24,7 +25,7 @@ from twinstage.errors import HandshakeRefused, TransferError
 MAX_BYTES_PER_CONNECTION = 256 * 2**30
 
 _DROPPED_BYTES = 65536
-_END_OF_CERTIFICATE = "-----END CERTIFICATE-----"
+_CERTIFICATE = re.compile(r"-----BEGIN ([A-Z0-9 ]*)CERTIFICATE-----.*?-----END \1CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ def make_kv_tls(*, certificate: Path, key: Path, ca: Path) -> KvTls:
     Raises OSError (ssl.SSLError) or ValueError.
     """
     receiver, sender = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    written = certificate.read_bytes()
     for context in (receiver, sender):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -52,8 +54,12 @@ def make_kv_tls(*, certificate: Path, key: Path, ca: Path) -> KvTls:
         context.load_cert_chain(certificate, key, password=lambda: "")  # else OpenSSL would ask on the terminal
         context.load_verify_locations(ca)
     receiver.num_tickets = 0  # no session is ever resumed
-    first, _, _ = certificate.read_text(encoding="ascii", errors="replace").partition(_END_OF_CERTIFICATE)
-    own = ssl.PEM_cert_to_DER_cert(first[first.index("-----BEGIN CERTIFICATE-----") :] + _END_OF_CERTIFICATE)
+    if certificate.read_bytes() != written:
+        raise OSError(f"{certificate} was changed while it was read")
+    first = _CERTIFICATE.search(written.decode("ascii", errors="replace"))
+    if first is None or first[1]:  # OpenSSL takes such a one, and would show another than the one hashed here
+        raise ValueError(f"the first certificate in {certificate} must begin with BEGIN CERTIFICATE")
+    own = ssl.PEM_cert_to_DER_cert(first[0])
     return KvTls(receiver=receiver, sender=sender, certificate_sha256=hashlib.sha256(own).digest())
 
 
