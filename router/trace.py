@@ -64,17 +64,20 @@ class RequestTrace:
         error: str = "",
         ago_s: float = 0,
     ) -> None:
-        """Add a span that took `duration_s` and ended `ago_s` before now, as far as can be told."""
+        """Add a span that took `duration_s` and ended `ago_s` before now, as far as can be told.
+
+        Clocks of other machines run a little differently: a span lies within the request whatever they say.
+        """
         if len(self.spans) >= MAX_SPANS or self.duration_s is not None:
             return
-        end_s = time.monotonic() - self.arrived_s - ago_s
-        start_s = max(0.0, end_s - duration_s)  # clocks of other machines run a little differently
+        end_s = max(0.0, time.monotonic() - self.arrived_s - ago_s)
+        start_s = min(max(0.0, end_s - duration_s), end_s)
         self.spans.append(
             TraceSpan(
                 name=name,
                 process=process,
                 start_s=start_s,
-                duration_s=max(0.0, duration_s),
+                duration_s=end_s - start_s,
                 attempt=attempt,
                 error=error,
             )

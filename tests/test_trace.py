@@ -118,6 +118,19 @@ def seconds(duration: Any) -> float:
     return float(duration.seconds + duration.nanos / 1e9)
 
 
+def test_a_span_lies_within_its_request_whatever_a_worker_says() -> None:
+    trace = RequestTrace(request_id="r", context=continue_trace(()))
+    for duration_s, ago_s in ((3600.0, 0.0), (-1.0, 0.0), (0.001, 3600.0), (3600.0, 3600.0)):
+        trace.ended_now("prefill", duration_s, process="prefill-0", ago_s=ago_s)
+    trace.end()
+    assert trace.duration_s is not None
+    assert len(trace.spans) == 4
+    for span in trace.spans:
+        assert span.start_s >= 0
+        assert span.duration_s >= 0
+        assert span.start_s + span.duration_s <= trace.duration_s
+
+
 async def test_refused_requests_are_told_too() -> None:
     """By the door, by admission, for the model, and those that fail later: each once, as its client learned it."""
     refused: dict[str, tuple[dict[str, Any], str]] = {
